@@ -1,0 +1,207 @@
+"""Blocks: immutable safetensors files that hold the KV of one token span, named by the hash of their bytes.
+
+The payload is laid out ``[tensor][outer][token][inner]``: tensors in layer order, so that layers arrive in order, and
+each ``[token][inner]`` run of an outer index (a head) contiguous, so that one preadv a tensor scatters a span straight
+into the engine's own ``[outer, capacity, inner]`` buffer. The header is padded to an offset that the writer chooses and
+the manifest records: copying is twice as fast when the payload's offset is congruent to the buffer's address modulo 64.
+
+This module knows the inside of one file. It never decides which file, and never publishes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from kvstore.errors import DamagedBlockError, PublishError
+from kvstore.fs import preadv_full
+from kvstore.keys import Buffer
+from kvstore.manifest import BlockRef
+
+__all__ = ["DTYPE_BYTES", "Span", "TensorBuffer", "TensorSpec", "block_parts", "read_span", "read_specs"]
+
+DTYPE_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+}
+"""Bytes an element of each safetensors dtype that a block may hold."""
+
+ALIGNMENT = 64
+"""Payload offsets are chosen modulo this: the cache line and the widest vector register."""
+
+MAX_HEADER_BYTES = 4 << 20
+"""A header of 1,000 layers is about 200 KB; nothing larger than this is parsed."""
+
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """An append-only tensor of an engine, without its token axis: ``[outer, tokens, *inner]``.
+
+    For attention keys of one layer outer is the number of KV heads and inner is (head dimension,).
+    """
+
+    name: str
+    dtype: str
+    outer: int
+    inner: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token of one outer index."""
+        return math.prod(self.inner) * DTYPE_BYTES[self.dtype]
+
+    def span_bytes(self, count: int) -> int:
+        """Bytes of a span of count tokens."""
+        return self.outer * count * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBuffer:
+    """Caller-owned memory for one tensor: C-contiguous bytes of ``[outer, capacity, *inner]``, filled in place."""
+
+    view: memoryview
+    capacity: int
+
+    def runs(self, spec: TensorSpec, first: int, count: int) -> list[memoryview]:
+        """Byte views of tokens first .. first + count, one an outer index, in payload order."""
+        row, stride = spec.row_bytes, self.capacity * spec.row_bytes
+        begin, end = first * row, (first + count) * row
+        return [self.view[head * stride + begin : head * stride + end] for head in range(spec.outer)]
+
+    def check(self, spec: TensorSpec, tokens: int) -> None:
+        """Refuse memory that preadv would write past, or that is not plain bytes (a strided view is not)."""
+        if (
+            self.view.readonly
+            or not self.view.c_contiguous
+            or self.view.ndim != 1
+            or self.view.itemsize != 1
+            or self.capacity < tokens
+            or self.view.nbytes != spec.span_bytes(self.capacity)
+        ):
+            raise ValueError(f"the buffer for {spec.name} does not fit {tokens} tokens of {spec}")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """KV of consecutive tokens to be published as one block.
+
+    data is the payload in order ``[tensor][outer][token][inner]``, cut into any number of buffers. phase is the wanted
+    payload offset modulo 64. decode: see BlockRef.
+    """
+
+    first: int
+    count: int
+    specs: tuple[TensorSpec, ...]
+    data: Sequence[Buffer]
+    decode: bool = False
+    phase: int = 0
+
+    @property
+    def end(self) -> int:
+        """Index of the first token after the span."""
+        return self.first + self.count
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of KV in the span."""
+        return sum(spec.span_bytes(self.count) for spec in self.specs)
+
+
+def block_parts(span: Span) -> tuple[list[Buffer], int]:
+    """The file of a span as buffers to write, and its payload offset; raises PublishError when data do not fit."""
+    tensors: dict[str, Any] = {
+        "__metadata__": {"format": "kvstore/1", "first": str(span.first), "count": str(span.count)}
+    }
+    at = 0
+    for spec in span.specs:
+        size = spec.span_bytes(span.count)
+        tensors[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": [spec.outer, span.count, *spec.inner],
+            "data_offsets": [at, at + size],
+        }
+        at += size
+    if sum(memoryview(part).nbytes for part in span.data) != at or len(tensors) != len(span.specs) + 1:
+        raise PublishError(f"the data of tokens {span.first} to {span.end} are not {at} bytes of {span.specs}")
+    text = json.dumps(tensors, separators=(",", ":")).encode()
+    text += b" " * ((span.phase - _LENGTH_BYTES - len(text)) % ALIGNMENT)
+    return [len(text).to_bytes(_LENGTH_BYTES, "little") + text, *span.data], _LENGTH_BYTES + len(text)
+
+
+def read_specs(head: Buffer, ref: BlockRef) -> tuple[TensorSpec, ...]:
+    """The tensors that a block's first ref.payload bytes describe, checked to fill ref.count tokens exactly.
+
+    Raises DamagedBlockError. Also what keeps a hostile header harmless: bounded size, no recursion, no name trusted.
+    """
+    if not _LENGTH_BYTES < ref.payload <= MAX_HEADER_BYTES:
+        raise DamagedBlockError(f"a header of {ref.payload} bytes is not possible")
+    view = memoryview(head)
+    if int.from_bytes(view[:_LENGTH_BYTES], "little") != ref.payload - _LENGTH_BYTES:
+        raise DamagedBlockError("header length contradicts the manifest")
+    try:
+        tensors = json.loads(bytes(view[_LENGTH_BYTES:]))
+        del tensors["__metadata__"]
+        specs = tuple(_spec(name, entry, ref.count) for name, entry in tensors.items())
+        at = 0
+        for spec, entry in zip(specs, tensors.values(), strict=True):
+            begin, end = entry["data_offsets"]
+            if begin != at or end != at + spec.span_bytes(ref.count):
+                raise ValueError("tensors overlap or leave holes")
+            at = end
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise DamagedBlockError(f"header cannot be read: {error!r:.200}") from error
+    if ref.payload + at != ref.size:
+        raise DamagedBlockError("payload size contradicts the header")
+    return specs
+
+
+def _spec(name: str, entry: Mapping[str, Any], count: int) -> TensorSpec:
+    outer, tokens, *inner = entry["shape"]
+    dtype = entry["dtype"]
+    sizes = (outer, tokens, *inner)
+    if tokens != count or dtype not in DTYPE_BYTES or any(type(n) is not int or not 0 < n < 1 << 40 for n in sizes):
+        raise ValueError(f"tensor {name!r:.80} has an impossible shape or dtype")
+    return TensorSpec(name, dtype, outer, tuple(inner))
+
+
+def read_span(
+    fd: int, ref: BlockRef, head: Buffer, specs: Sequence[TensorSpec], into: Mapping[str, TensorBuffer]
+) -> None:
+    """Scatter a block's payload into the caller's buffers and check its digest while the bytes are hot.
+
+    head is the file's first ref.payload bytes, already read. Raises DamagedBlockError when the digest differs: the
+    buffers then hold bytes that must not be used from token ref.first on.
+    """
+    state = xxhash.xxh3_128(head)
+    at = ref.payload
+    for spec in specs:
+        runs = into[spec.name].runs(spec, ref.first, ref.count)
+        try:
+            preadv_full(fd, runs, at)
+        except EOFError as error:
+            raise DamagedBlockError(str(error)) from error
+        for run in runs:
+            state.update(run)
+        at += spec.span_bytes(ref.count)
+    if state.digest() != ref.digest:
+        raise DamagedBlockError("digest does not match its bytes")

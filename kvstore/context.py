@@ -1,0 +1,192 @@
+"""What every operation on one open cache directory shares: paths, system calls, clock, counters, staging.
+
+Passed down explicitly, so that a test can run any operation with its own clock and file system.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import secrets
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import TypeAlias
+
+from kvstore.fs import FileSystem
+from kvstore.keys import Key, root_key
+from kvstore.layout import Layout
+from kvstore.namespace import NamespaceInfo
+
+__all__ = ["Clock", "Context", "Counters", "Owner", "Space", "Staging", "this_process"]
+
+Clock: TypeAlias = Callable[[], int]
+"""Nanoseconds since the epoch, as time.time_ns gives them."""
+
+
+@dataclass
+class Counters:
+    """What happened since the directory was opened; every silent fallback of the read and write paths counts here."""
+
+    lookups: int = 0
+    hits: int = 0
+    restored_tokens: int = 0
+    restored_bytes: int = 0
+    damaged: int = 0
+    missing: int = 0
+    published_nodes: int = 0
+    written_bytes: int = 0
+    failed_publishes: int = 0
+    collected_nodes: int = 0
+    collected_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, **amounts: int) -> None:
+        """Add to counters by name."""
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self, name, getattr(self, name) + amount)
+
+    def snapshot(self) -> dict[str, int]:
+        """All counters at one moment."""
+        with self._lock:
+            return {f.name: getattr(self, f.name) for f in fields(self) if not f.name.startswith("_")}
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that a staging folder belongs to, as its name says: ``<host>.<boot>.<pid>.<random>``."""
+
+    host: str
+    boot: str
+    pid: int
+
+    @staticmethod
+    def parse(folder: str) -> Owner | None:
+        """The owner in a folder name, or None when the name is not one of ours."""
+        match = re.fullmatch(r"([a-z0-9_-]{1,40})\.([0-9a-f]{1,32})\.([0-9]{1,10})\.[0-9a-f]{8}", folder)
+        return Owner(match[1], match[2], int(match[3])) if match else None
+
+    def surely_gone(self) -> bool:
+        """Whether the owner cannot be running: same host, and another boot or no such process.
+
+        A process of another host (a shared volume) is never surely gone; its folder is reclaimed by age alone.
+        """
+        me = this_process()
+        if self.host != me.host:
+            return False
+        if self.boot != me.boot:
+            return True
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except (PermissionError, OverflowError):
+            return False
+        return False
+
+
+def this_process() -> Owner:
+    """This process as an owner."""
+    host = re.sub(r"[^a-z0-9_-]", "_", platform.node().lower())[:40] or "localhost"
+    boot = "0"
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    return Owner(host, boot, os.getpid())
+
+
+class Staging:
+    """This process's folder below tmp/, made at the first write and removed at close."""
+
+    def __init__(self, layout: Layout, fs: FileSystem) -> None:
+        self._layout = layout
+        self._fs = fs
+        self._folder: Path | None = None
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def create(self) -> tuple[int, Path]:
+        """A new empty file to write, and its path. A folder that somebody cleaned away is made again."""
+        with self._lock:
+            self._next += 1
+            number = self._next
+            if self._folder is None:
+                self._folder = self._make()
+            path = self._folder / f"{number:x}"
+            try:
+                return self._fs.create(path), path
+            except FileNotFoundError:
+                self._folder = self._make()
+                path = self._folder / f"{number:x}"
+                return self._fs.create(path), path
+
+    def _make(self) -> Path:
+        me = this_process()
+        folder = self._layout.tmp / f"{me.host}.{me.boot}.{me.pid}.{secrets.token_hex(4)}"
+        self._fs.make_dir(folder)
+        return folder
+
+    def discard(self, path: Path) -> None:
+        """Remove a staged file that will not be published."""
+        with suppress(OSError):
+            self._fs.unlink(path)
+
+    def close(self) -> None:
+        """Remove the folder with anything that a failed write left in it."""
+        with self._lock:
+            folder, self._folder = self._folder, None
+            if folder is None:
+                return
+            with suppress(OSError):
+                for name in os.listdir(folder):
+                    self._fs.unlink(folder / name)
+                self._fs.remove_dir(folder)
+
+
+@dataclass(frozen=True)
+class Context:
+    """One open cache directory.
+
+    damaged: block and manifest paths that this process found damaged. They stay where they are until a publish holds
+    the right bytes and replaces them; a reader never changes the directory (a copy into it may still be under way).
+    """
+
+    layout: Layout
+    fs: FileSystem
+    interval: int
+    clock: Clock
+    writer: str
+    counters: Counters = field(default_factory=Counters)
+    damaged: set[Path] = field(default_factory=set)
+
+    @cached_property
+    def staging(self) -> Staging:
+        """Where this process writes files before they get their names."""
+        return Staging(self.layout, self.fs)
+
+
+@dataclass(frozen=True)
+class Space:
+    """One namespace of one open cache directory."""
+
+    context: Context
+    info: NamespaceInfo
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """All 32 bytes of the namespace's fingerprint."""
+        return self.info.fingerprint
+
+    @cached_property
+    def id(self) -> str:
+        """The namespace's folder name."""
+        return self.info.id
+
+    @cached_property
+    def root(self) -> Key:
+        """The key of the empty prefix."""
+        return root_key(self.fingerprint, self.context.interval)

@@ -1,0 +1,224 @@
+"""The one seam between kvstore and the operating system.
+
+Every system call that changes the directory goes through a FileSystem, so that a test can stop the process after each
+one of them, drop what was not synced, or answer ENOSPC, and so that durability is decided in one place. Reads that the
+read path needs are here too, because they share one worry: a hostile or half-copied directory may hold a FIFO, a
+symbolic link or a folder where a file should be, and opening it must neither block nor follow.
+
+Nothing here knows what a node or a block is.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from kvstore.keys import Buffer
+
+__all__ = ["Durability", "FileSystem", "allocated_bytes", "preadv_full"]
+
+_IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
+# Linux moves at most this many bytes in one call (0x7ffff000); macOS refuses more than INT_MAX with EINVAL.
+_MAX_TRANSFER = 1 << 30
+_F_BARRIERFSYNC = 85  # macOS <sys/fcntl.h>; Python's fcntl module has no name for it.
+# What a file system answers when it has no such operation: not a failure to keep the data.
+_NOT_SUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.ENOSYS}
+
+
+class Durability(StrEnum):
+    """How hard a publish tries to survive power loss. A killed process loses nothing published under any of them.
+
+    none: the operating system writes when it likes; after power loss a block may be short or zero, which its digest
+    catches. barrier: data before the name that makes it visible (fdatasync; F_BARRIERFSYNC on macOS). full: on the
+    medium before the publish returns (F_FULLFSYNC on macOS; the same as barrier on Linux).
+    """
+
+    NONE = "none"
+    BARRIER = "barrier"
+    FULL = "full"
+
+
+@dataclass(frozen=True)
+class FileSystem:
+    """System calls with kvstore's modes and durability; stateless, so safe to share between threads.
+
+    private: create 0700 folders and 0600 files whatever the umask says, because KV is as sensitive as the prompt it
+    came from. False follows the umask, for directories that several users share on purpose.
+    """
+
+    durability: Durability = Durability.BARRIER
+    private: bool = True
+
+    def make_dir(self, path: Path) -> bool:
+        """Create a folder; False when it was there. The parent's entry is synced, so the folder survives."""
+        try:
+            os.mkdir(path, 0o700 if self.private else 0o777)
+        except FileExistsError:
+            return False
+        self.sync_dir(path.parent)
+        return True
+
+    def create(self, path: Path) -> int:
+        """Create a new file for writing and return its descriptor; FileExistsError when there is one."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        return os.open(path, flags, 0o600 if self.private else 0o666)
+
+    def allocate(self, fd: int, size: int) -> None:
+        """Reserve room, so that a full disk is noticed before anything is written and extents stay together."""
+        if size and hasattr(os, "posix_fallocate"):
+            try:
+                os.posix_fallocate(fd, 0, size)
+            except OSError as error:
+                if error.errno not in _NOT_SUPPORTED:
+                    raise
+
+    def write(self, fd: int, parts: Iterable[Buffer]) -> int:
+        """Write all parts one after the other, gathering them into few calls; returns the bytes written."""
+        total = 0
+        for batch in _batches(parts):
+            total += _write_batch(fd, batch)
+        return total
+
+    def sync_file(self, fd: int) -> None:
+        """Make a file's data durable before the rename that publishes it."""
+        if self.durability is Durability.NONE:
+            return
+        if sys.platform == "darwin":  # pragma: no cover - exercised on macOS only
+            command = fcntl.F_FULLFSYNC if self.durability is Durability.FULL else _F_BARRIERFSYNC
+            try:
+                fcntl.fcntl(fd, command)
+            except OSError as error:
+                # Network and FAT volumes have neither; plain fsync is all they offer.
+                if error.errno not in _NOT_SUPPORTED:
+                    raise
+                os.fsync(fd)
+        else:
+            os.fdatasync(fd)
+
+    def sync_dir(self, path: Path) -> None:
+        """Make a folder's entries durable. File systems that cannot sync folders are let be."""
+        if self.durability is Durability.NONE:
+            return
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+        finally:
+            os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Atomically give source the name target."""
+        os.rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file's name; open readers keep the bytes."""
+        os.unlink(path)
+
+    def remove_dir(self, path: Path) -> None:
+        """Remove an empty folder."""
+        os.rmdir(path)
+
+    def touch(self, path: Path, time_ns: int) -> None:
+        """Set both times of a file. A file of another user cannot be touched; that only ages it sooner."""
+        with suppress(PermissionError):
+            os.utime(path, ns=(time_ns, time_ns), follow_symlinks=False)
+
+    @contextmanager
+    def open_read(self, path: Path) -> Iterator[tuple[int, os.stat_result]]:
+        """A regular file's descriptor and stat. Links, FIFOs, devices and folders raise OSError without blocking."""
+        fd, status = self.open_fd(path)
+        try:
+            yield fd, status
+        finally:
+            os.close(fd)
+
+    def open_fd(self, path: Path) -> tuple[int, os.stat_result]:
+        """As open_read, for a caller that keeps the descriptor and closes it."""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", str(path))
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd, status
+
+    def read_file(self, path: Path, limit: int) -> tuple[bytes, os.stat_result]:
+        """A whole small file; OSError(EFBIG) when it is larger than limit, so that damage cannot eat the memory."""
+        with self.open_read(path) as (fd, status):
+            if status.st_size > limit:
+                raise OSError(errno.EFBIG, "larger than its kind can be", str(path))
+            chunks = []
+            while chunk := os.read(fd, limit + 1):
+                chunks.append(chunk)
+            return b"".join(chunks), status
+
+
+def allocated_bytes(status: os.stat_result) -> int:
+    """Bytes a file takes on disk: allocated blocks, which POSIX counts in units of 512."""
+    return status.st_blocks * 512
+
+
+def _batches(parts: Iterable[Buffer]) -> Iterator[list[memoryview]]:
+    """Group parts so that no group is over what one writev takes, cutting parts that alone are over it."""
+    batch: list[memoryview] = []
+    size = 0
+    for part in parts:
+        view = memoryview(part).cast("B")
+        while view.nbytes:
+            piece, view = view[: _MAX_TRANSFER - size], view[_MAX_TRANSFER - size :]
+            batch.append(piece)
+            size += piece.nbytes
+            if size >= _MAX_TRANSFER or len(batch) >= _IOV_MAX:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _write_batch(fd: int, batch: list[memoryview]) -> int:
+    total = sum(view.nbytes for view in batch)
+    written = os.writev(fd, batch)
+    while written < total:
+        written += os.writev(fd, _after(batch, written))
+    return total
+
+
+def _after(views: Sequence[memoryview], done: int) -> list[memoryview]:
+    """The views less their first done bytes."""
+    rest = []
+    for view in views:
+        if done >= view.nbytes:
+            done -= view.nbytes
+        else:
+            rest.append(view[done:])
+            done = 0
+    return rest
+
+
+def preadv_full(fd: int, views: Sequence[memoryview], offset: int) -> None:
+    """Fill all views from consecutive bytes of a file at offset; EOFError when the file ends before they are full.
+
+    The views must be C-contiguous bytes: preadv into a strided view writes over what lies between (seen in MLX).
+    """
+    for start in range(0, len(views), _IOV_MAX):
+        batch = list(views[start : start + _IOV_MAX])
+        wanted = sum(view.nbytes for view in batch)
+        done = 0
+        while done < wanted:
+            got = os.preadv(fd, _after(batch, done) if done else batch, offset + done)
+            if got == 0:
+                raise EOFError(f"file ended {wanted - done} bytes early")
+            done += got
+        offset += wanted

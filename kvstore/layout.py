@@ -1,0 +1,152 @@
+"""Where things lie in a cache directory, and how file names are made and read.
+
+    CACHE_DIR/
+      CACHEDIR.TAG
+      kvstore.json
+      namespaces/<ns>.json
+      objects/nodes/<ns>/<2 hex of parent>/<manifest>.kv | .state
+      objects/blocks/<2 hex>/<digest>
+      objects/tokens/<2 hex>/<key>
+      tmp/  locks/  quarantine/
+
+Pure path arithmetic: nothing here opens, lists or creates.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from kvstore.keys import Key
+
+__all__ = ["FANOUT", "KINDS", "Kind", "Layout", "NodeName"]
+
+Kind: TypeAlias = Literal["kv", "state"]
+KINDS: tuple[Kind, ...] = ("kv", "state")
+
+FANOUT = tuple(f"{byte:02x}" for byte in range(256))
+"""Folder names of the one level of fan-out; measured: two levels never win below a million files."""
+
+NAME_KEY_BYTES = 16
+"""Names carry the first 128 bits of a key; the manifest holds all 256, and the tokens are compared again."""
+
+_NODE = re.compile(r"([0-9a-f]{32})-([1-9][0-9]{0,8})-([0-9a-f]{32})-([0-9a-f]{18})\.(kv|state)")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeName:
+    """The parts of a manifest's file name ``<parent>-<token count>-<key>-<rungs>``, keys cut to 32 hex digits."""
+
+    parent: str
+    count: int
+    key: str
+    rungs: str
+
+    def file(self, kind: Kind) -> str:
+        """The file name of this node's manifest of that kind."""
+        return f"{self.parent}-{self.count}-{self.key}-{self.rungs}.{kind}"
+
+    @staticmethod
+    def of(parent: Key, count: int, key: Key, rungs: str) -> NodeName:
+        """The name of the node with these full keys."""
+        return NodeName(parent[:NAME_KEY_BYTES].hex(), count, key[:NAME_KEY_BYTES].hex(), rungs)
+
+    @staticmethod
+    def parse(file_name: str) -> tuple[NodeName, Kind] | None:
+        """The name and kind of a manifest file, or None for anything else: foreign files are not ours to judge."""
+        match = _NODE.fullmatch(file_name)
+        if match is None:
+            return None
+        kind: Kind = "kv" if match[5] == "kv" else "state"
+        return NodeName(match[1], int(match[2]), match[3], match[4]), kind
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Paths below one cache directory."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """Format version and interval: the file that makes a folder a cache directory."""
+        return self.root / "kvstore.json"
+
+    @property
+    def tag(self) -> Path:
+        """The marker that makes backup programs skip the directory (bford.info/cachedir)."""
+        return self.root / "CACHEDIR.TAG"
+
+    @property
+    def tmp(self) -> Path:
+        """Staging, inside the directory so that a rename never crosses a file system."""
+        return self.root / "tmp"
+
+    @property
+    def quarantine(self) -> Path:
+        """Damaged files that were set aside."""
+        return self.root / "quarantine"
+
+    @property
+    def namespaces(self) -> Path:
+        """One description a namespace, for people and for ``ls``."""
+        return self.root / "namespaces"
+
+    @property
+    def nodes(self) -> Path:
+        """All manifests, by namespace."""
+        return self.root / "objects" / "nodes"
+
+    @property
+    def blocks(self) -> Path:
+        """All blocks, by digest."""
+        return self.root / "objects" / "blocks"
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Every folder made at creation, parents first."""
+        objects = self.root / "objects"
+        return (
+            objects,
+            self.nodes,
+            self.blocks,
+            objects / "tokens",
+            self.namespaces,
+            self.tmp,
+            self.root / "locks",
+            self.quarantine,
+        )
+
+    def lock(self, name: Literal["publish", "gc"]) -> Path:
+        """A lock file; created once, never unlinked."""
+        return self.root / "locks" / f"{name}.lock"
+
+    def namespace_file(self, namespace: str) -> Path:
+        """The description of a namespace."""
+        return self.namespaces / f"{namespace}.json"
+
+    def node_folder(self, namespace: str, parent: str) -> Path:
+        """The folder that all children of a parent lie in; parent is hex."""
+        return self.nodes / namespace / parent[:2]
+
+    def node(self, namespace: str, name: NodeName, kind: Kind = "kv") -> Path:
+        """A manifest's path."""
+        return self.node_folder(namespace, name.parent) / name.file(kind)
+
+    def block(self, digest: bytes) -> Path:
+        """A block's path."""
+        name = digest.hex()
+        return self.blocks / name[:2] / name
+
+    @staticmethod
+    def is_block_name(name: str) -> bool:
+        """Whether a file name is that of a block."""
+        return _DIGEST.fullmatch(name) is not None
+
+    @staticmethod
+    def is_namespace_id(name: str) -> bool:
+        """Whether a folder name is that of a namespace (the first 128 bits of its fingerprint)."""
+        return _DIGEST.fullmatch(name) is not None

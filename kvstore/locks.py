@@ -1,0 +1,56 @@
+"""The two locks of a cache directory, held for milliseconds and never for a server's lifetime.
+
+filelock over flock: the kernel releases a lock with its process, so a killed one leaves nothing behind. The soft
+fallback (a marker file) is refused because a killed holder would block everybody; lock files are kept, because
+unlinking one while another process waits on it lets two in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from filelock import FileLock, Timeout
+
+from kvstore.errors import LockTimeoutError, UnavailableError
+from kvstore.layout import Layout
+
+__all__ = ["PUBLISH_TIMEOUT_S", "gc_lock", "publish_lock"]
+
+PUBLISH_TIMEOUT_S = 10.0
+"""A holder needs milliseconds; after this long it is stopped or its disk hangs, and the caller drops its node."""
+
+_POLL_S = 0.005
+
+
+@contextmanager
+def publish_lock(layout: Layout, timeout: float = PUBLISH_TIMEOUT_S) -> Iterator[None]:
+    """Hold the lock under which manifests appear and anything disappears; raises LockTimeoutError."""
+    with _held(layout, "publish", timeout):
+        yield
+
+
+@contextmanager
+def gc_lock(layout: Layout) -> Iterator[bool]:
+    """Try to become the one collector; False when there is one already."""
+    try:
+        with _held(layout, "gc", 0):
+            yield True
+    except LockTimeoutError:
+        yield False
+
+
+@contextmanager
+def _held(layout: Layout, name: str, timeout: float) -> Iterator[None]:
+    path = layout.lock("publish" if name == "publish" else "gc")
+    lock = FileLock(path, timeout=timeout, poll_interval=_POLL_S, fallback_to_soft=False, preserve_lock_file=True)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise LockTimeoutError(f"{path} is held by another process; stop it or try again") from error
+    except NotImplementedError as error:
+        raise UnavailableError(f"{path.parent} is on a file system without flock; use a local disk") from error
+    try:
+        yield
+    finally:
+        lock.release()

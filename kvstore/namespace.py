@@ -1,0 +1,64 @@
+"""What a namespace is: everything that must be equal for KV bytes to be interchangeable, and its file for people.
+
+The store only hashes the description; which facts belong in it is an engine adapter's knowledge.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvstore.fs import FileSystem
+from kvstore.keys import namespace_fingerprint
+
+__all__ = ["MAX_NAMESPACE_BYTES", "NamespaceInfo", "read_namespace_file"]
+
+MAX_NAMESPACE_BYTES = 1 << 20
+_ID_BYTES = 16
+
+
+@dataclass(frozen=True)
+class NamespaceInfo:
+    """A namespace to be used.
+
+    description is hashed; label (a model's name, say) is only shown. salt separates tenants and is never written.
+    """
+
+    description: Mapping[str, Any]
+    label: str = ""
+    salt: bytes = field(default=b"", repr=False)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """All 32 bytes of the fingerprint."""
+        return namespace_fingerprint(self.description, self.salt)
+
+    @property
+    def id(self) -> str:
+        """The fingerprint as file names carry it: 32 hex digits."""
+        return self.fingerprint[:_ID_BYTES].hex()
+
+    def document(self, created: float) -> bytes:
+        """The content of ``namespaces/<ns>.json``."""
+        content = {
+            "format": 1,
+            "fingerprint": self.fingerprint.hex(),
+            "label": self.label,
+            "salted": bool(self.salt),
+            "created": created,
+            "description": self.description,
+        }
+        return json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+
+
+def read_namespace_file(fs: FileSystem, path: Path) -> dict[str, Any]:
+    """The document of a namespace; empty when it is missing or unreadable, because people's text is never needed."""
+    try:
+        data, _ = fs.read_file(path, MAX_NAMESPACE_BYTES)
+        content = json.loads(data)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

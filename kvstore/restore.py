@@ -1,0 +1,201 @@
+"""Read a match into the engine's own memory, every digest checked.
+
+A missing, short, stale or damaged file is never an error here: the restored prefix ends before it, a counter counts it
+and one log line names it. The caller learns how many tokens of its buffers are valid, and computes the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvstore.blocks import MAX_HEADER_BYTES, TensorBuffer, TensorSpec, read_span, read_specs
+from kvstore.context import Context
+from kvstore.errors import DamagedBlockError
+from kvstore.keys import TOKEN_BYTES
+from kvstore.lookup import Match, Step, common_tokens, load_manifest
+from kvstore.manifest import BlockRef, Manifest
+
+__all__ = ["Allocate", "Restored", "read"]
+
+log = logging.getLogger("kvstore")
+
+Allocate: TypeAlias = Callable[[tuple[TensorSpec, ...], int], Mapping[str, TensorBuffer]]
+"""Given the tensors and the number of tokens they must hold at least, returns memory for each by name."""
+
+THREADS = 2
+"""Readers of one restore. Two hide the first touch of memory behind reading; more win nothing on a laptop's disk."""
+
+_WINDOW = 64
+"""Files open at once. A long conversation has hundreds of blocks, and macOS gives a process 256 descriptors."""
+
+TOUCH_AFTER_NS = 3600 * 10**9
+"""A manifest's mtime is its last use, refreshed at most once an hour: exact enough for eviction, cheap enough to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """tokens are valid in the caller's buffers, from size bytes read. end_of_blocks: where publishing can go on."""
+
+    tokens: int
+    size: int
+    end_of_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    ref: BlockRef
+    fd: int
+    head: bytes
+    specs: tuple[TensorSpec, ...]
+
+
+def read(match: Match, allocate: Allocate, threads: int = THREADS) -> Restored:
+    """Restore a match; Restored(0, 0, 0) when nothing of it could be read.
+
+    allocate is called once, when the first blocks are open, and not at all when none opens.
+    """
+    context = match.space.context
+    steps, refs = _refs(match)
+    good = _read_windows(context, refs, allocate, threads)
+    if not good:
+        return Restored(0, 0, 0)
+    size = sum(ref.size for ref in good)
+    tokens = min(match.count, good[-1].first + good[-1].count)
+    context.counters.add(restored_tokens=tokens, restored_bytes=size)
+    _touch(context, [step for step in steps if step.first < tokens])
+    borders = [ref.first + ref.count for ref in good]
+    return Restored(tokens, size, max((end for end in borders if end <= tokens), default=0))
+
+
+def _read_windows(context: Context, refs: list[BlockRef], allocate: Allocate, threads: int) -> list[BlockRef]:
+    """Read blocks in order, a window of open files at a time; the good ones before the first bad one."""
+    buffers: Mapping[str, TensorBuffer] = {}
+    specs: tuple[TensorSpec, ...] | None = None
+    good: list[BlockRef] = []
+    for at in range(0, len(refs), _WINDOW):
+        window = refs[at : at + _WINDOW]
+        opened: list[_Opened] = []
+        try:
+            for ref in window:
+                block = _open(context, ref, specs)
+                if block is None:
+                    break
+                specs = block.specs
+                opened.append(block)
+            if not opened:
+                break
+            if not buffers:
+                end = refs[-1].first + refs[-1].count
+                buffers = allocate(opened[0].specs, end)
+                for spec in opened[0].specs:
+                    buffers[spec.name].check(spec, end)
+            read = _read_all(context, opened, buffers, threads)
+        finally:
+            for block in opened:
+                os.close(block.fd)
+        good.extend(read)
+        if len(read) < len(window):
+            break
+    return good
+
+
+def _refs(match: Match) -> tuple[list[Step], list[BlockRef]]:
+    """The steps whose manifests are good and say what the prompt says, and their blocks up to the match's end."""
+    steps: list[Step] = []
+    refs: list[BlockRef] = []
+    parent = match.space.root
+    for step in match.steps:
+        manifest = load_manifest(match.space, step.path)
+        if manifest is None:
+            _warn(f"{step.path} is missing or damaged; computing from token {step.first}")
+            break
+        prompt = match.tokens[step.first * TOKEN_BYTES : match.count * TOKEN_BYTES]
+        if not _continues(manifest, step, parent) or common_tokens(manifest.tokens, prompt) < min(
+            manifest.count, match.count - step.first
+        ):
+            _warn(f"{step.path} holds another prefix than its name says; computing from token {step.first}")
+            match.space.context.counters.add(damaged=1)
+            break
+        steps.append(step)
+        refs.extend(ref for ref in manifest.blocks if ref.first < match.count)
+        parent = manifest.key
+    return steps, refs
+
+
+def _continues(manifest: Manifest, step: Step, parent: bytes) -> bool:
+    return manifest.kind == "kv" and manifest.parent == parent and manifest.first == step.first
+
+
+def _open(context: Context, ref: BlockRef, expected: tuple[TensorSpec, ...] | None) -> _Opened | None:
+    """A block with its header read and compared with the first block's tensors; None (counted) when it is unusable."""
+    path = context.layout.block(ref.digest)
+    try:
+        fd, status = context.fs.open_fd(path)
+    except FileNotFoundError:
+        context.counters.add(missing=1)
+        _warn(f"block {path} is missing; computing from token {ref.first}")
+        return None
+    except OSError as error:
+        context.counters.add(missing=1)
+        _warn(f"block {path} cannot be opened ({error.strerror}); computing from token {ref.first}")
+        return None
+    try:
+        if status.st_size != ref.size or ref.payload > MAX_HEADER_BYTES:
+            raise DamagedBlockError(f"is {status.st_size} bytes long, not {ref.size}")
+        head = os.pread(fd, ref.payload, 0)
+        specs = read_specs(head, ref)
+        if expected is not None and specs != expected:
+            raise DamagedBlockError("holds other tensors than the block before it")
+    except (OSError, DamagedBlockError) as error:
+        os.close(fd)
+        _damaged(context, ref, error)
+        return None
+    return _Opened(ref, fd, head, specs)
+
+
+def _read_all(
+    context: Context, opened: list[_Opened], buffers: Mapping[str, TensorBuffer], threads: int
+) -> list[BlockRef]:
+    """Read all blocks, some at a time; the references of the good ones before the first bad one."""
+
+    def one(block: _Opened) -> bool:
+        try:
+            read_span(block.fd, block.ref, block.head, block.specs, buffers)
+        except (OSError, DamagedBlockError) as error:
+            _damaged(context, block.ref, error)
+            return False
+        return True
+
+    if threads > 1 and len(opened) > 1:
+        with ThreadPoolExecutor(threads, "kvstore-read") as pool:
+            results = list(pool.map(one, opened))
+    else:
+        results = [one(block) for block in opened]
+    good = results.index(False) if False in results else len(results)
+    return [block.ref for block in opened[:good]]
+
+
+def _damaged(context: Context, ref: BlockRef, error: Exception) -> None:
+    path = context.layout.block(ref.digest)
+    context.counters.add(damaged=1)
+    context.damaged.add(path)
+    _warn(f"block {path} is damaged ({error}); computing from token {ref.first}")
+
+
+def _warn(text: str) -> None:
+    log.warning("%s", text)
+
+
+def _touch(context: Context, steps: list[Step]) -> None:
+    """Mark a restored path as used, leaf first, so that a parent is never older than its child (rule 7)."""
+    now = context.clock()
+    for step in reversed(steps):
+        if now - step.mtime_ns > TOUCH_AFTER_NS:
+            with suppress(OSError):
+                context.fs.touch(step.path, now)

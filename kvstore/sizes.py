@@ -1,0 +1,41 @@
+"""Sizes as people write them: ``20GiB`` in, ``19.3 GiB`` out."""
+
+from __future__ import annotations
+
+import re
+
+from kvstore.errors import SizeError
+
+__all__ = ["format_age", "format_size", "parse_size"]
+
+_UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_BINARY = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*?)b?\s*", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes in a size such as ``20GiB``, ``500MB``, ``1.5G`` or ``1048576``; raises SizeError."""
+    match = _PATTERN.fullmatch(text)
+    factor = {**_UNITS, **_BINARY}.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise SizeError(f"{text!r} is not a size; write it like 20GiB, 500MB or 1048576")
+    return int(float(match[1]) * factor)
+
+
+def format_size(size: float) -> str:
+    """A size in the largest binary unit that keeps it at 1 or more, with three significant digits at most."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def format_age(seconds: float) -> str:
+    """An age in its largest unit: ``now``, ``45 s``, ``12 min``, ``5 h``, ``3 d``; a future time says so."""
+    if seconds < -1:
+        return "in the future"
+    for limit, divisor, unit in ((60, 1, "s"), (3600, 60, "min"), (48 * 3600, 3600, "h")):
+        if seconds < limit:
+            return "now" if seconds < 1 else f"{int(seconds / divisor)} {unit}"
+    return f"{int(seconds / 86400)} d"
