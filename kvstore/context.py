@@ -153,6 +153,7 @@ class Context:
 
     damaged: block and manifest paths that this process found damaged. They stay where they are until a publish holds
     the right bytes and replaces them; a reader never changes the directory (a copy into it may still be under way).
+    recent: manifests that this process restored or published, and when; a collection leaves the newest alone.
     """
 
     layout: Layout
@@ -162,6 +163,7 @@ class Context:
     writer: str
     counters: Counters = field(default_factory=Counters)
     damaged: set[Path] = field(default_factory=set)
+    recent: dict[Path, int] = field(default_factory=dict)
 
     @cached_property
     def staging(self) -> Staging:

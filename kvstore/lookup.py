@@ -62,13 +62,15 @@ class Match:
     """The longest saved prefix of a prompt.
 
     count tokens can be reused; when the last step's node goes on differently from the prompt, count ends inside it and
-    exact is False. Nothing was opened yet but for the candidates at the end: reading may still find less.
+    exact is False. border is the last token up to which whole blocks hold the prompt: a publish goes on from there.
+    Nothing was opened yet but for the candidates at the end: reading may still find less.
     """
 
     space: Space
     tokens: bytes
     steps: tuple[Step, ...]
     count: int
+    border: int
     exact: bool = True
 
 
@@ -100,7 +102,8 @@ def find(space: Space, packed: bytes) -> Match:
         match = _tail(space, packed, steps, parent, chunk)
         break
     else:
-        match = Match(space, packed, tuple(steps), steps[-1].end if steps else 0)
+        end = steps[-1].end if steps else 0
+        match = Match(space, packed, tuple(steps), end, end)
     if match.count:
         context.counters.add(hits=1)
     return match
@@ -121,7 +124,7 @@ def _tail(space: Space, packed: bytes, steps: list[Step], parent: Key, chunk: Ch
     An exact tail wins over a longer overlap only when it is at least as long: both restore by reading, and the overlap
     reuses more. Of equal overlaps the exact one is taken, because what follows can be published onto it.
     """
-    best = Match(space, packed, tuple(steps), chunk.first)
+    best = Match(space, packed, tuple(steps), chunk.first, chunk.first)
     found = siblings(space, parent)
     exact = max(
         (name for name in found if name.count <= chunk.count and _is_prefix(name, parent, chunk)),
@@ -129,7 +132,7 @@ def _tail(space: Space, packed: bytes, steps: list[Step], parent: Key, chunk: Ch
         default=None,
     )
     if exact is not None and (step := _step(space, chunk.first, exact)) is not None:
-        best = Match(space, packed, (*steps, step), step.end)
+        best = Match(space, packed, (*steps, step), step.end, step.end)
     for name in _nearest(found, chunk)[:_MAX_OPENED]:
         step = _step(space, chunk.first, name)
         manifest = load_manifest(space, step.path) if step is not None else None
@@ -137,7 +140,9 @@ def _tail(space: Space, packed: bytes, steps: list[Step], parent: Key, chunk: Ch
             continue
         shared = chunk.first + common_tokens(manifest.tokens, chunk.tokens)
         if shared > best.count:
-            best = Match(space, packed, (*steps, step), shared, exact=shared == step.end)
+            borders = [ref.first + ref.count for ref in manifest.blocks]
+            border = max((end for end in borders if end <= shared), default=chunk.first)
+            best = Match(space, packed, (*steps, step), shared, border, exact=shared == step.end)
     return best
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from kvstore.errors import DamagedManifestError
+from kvstore.errors import DamagedManifestError, FormatVersionError
 from kvstore.keys import TOKEN_BYTES, Buffer, Key, checksum, node_key
 from kvstore.keys import rungs as rungs_of
 from kvstore.layout import Kind, NodeName
 
-__all__ = ["MAX_MANIFEST_BYTES", "BlockRef", "Manifest", "decode", "encode"]
+__all__ = ["MAX_MANIFEST_BYTES", "BlockRef", "Manifest", "References", "decode", "decode_references", "encode"]
 
 MAGIC = b"KVSTNODE"
 FORMAT = 1
@@ -163,6 +164,41 @@ def decode(data: Buffer) -> Manifest:
     except UnicodeDecodeError as error:
         raise DamagedManifestError("manifest writer is not UTF-8") from error
     return Manifest(kind, fingerprint, parent, key, first, interval, tokens, blocks, created_ns, writer)
+
+
+class References(NamedTuple):
+    """What a manifest refers to: its place, its packed tokens, and the digest and size of each of its blocks."""
+
+    parent: Key
+    first: int
+    tokens: memoryview
+    blocks: tuple[tuple[bytes, int], ...]
+
+
+def decode_references(data: Buffer) -> References:
+    """What the manifest in data refers to, a fifth of the cost of decode: for whoever reads a million of them.
+
+    Checked by its checksum, so the references are those that were written; whether its key is that of its tokens is
+    for the read path to say, which serves them. Raises DamagedManifestError; FormatVersionError when it may be that
+    of a newer version, whose references cannot be known.
+    """
+    if len(data) < _HEAD.size + _CHECKSUM_BYTES:
+        raise DamagedManifestError(f"manifest of {len(data)} bytes is too short")
+    view = memoryview(data)
+    magic, version, _, _, parent, _, first, count, _, n_blocks, writer_bytes, _ = _HEAD.unpack_from(view)
+    if magic != MAGIC:
+        raise DamagedManifestError("manifest has another magic")
+    if version != FORMAT:
+        raise FormatVersionError(f"manifest has format {version}, and this kvstore knows format {FORMAT}")
+    refs_at = _HEAD.size + count * TOKEN_BYTES
+    writer_at = refs_at + n_blocks * _REF.size
+    end = writer_at + writer_bytes
+    if end + _CHECKSUM_BYTES != len(data):
+        raise DamagedManifestError("manifest size contradicts its counts")
+    if checksum(view[:end]) != view[end:]:
+        raise DamagedManifestError("manifest checksum does not match")
+    blocks = tuple(row[:2] for row in _REF.iter_unpack(view[refs_at:writer_at]))
+    return References(parent, first, view[_HEAD.size : refs_at], blocks)
 
 
 def _check_spans(blocks: tuple[BlockRef, ...], first: int, count: int) -> None:

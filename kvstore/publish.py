@@ -137,6 +137,7 @@ def _publish_node(
     """Write one span's block and its node; returns the node's blocks and the bytes written (0 when it was there)."""
     context = space.context
     path = _path(space, chunk)
+    context.recent[path] = context.clock()
     if path not in context.damaged and path.exists():
         there = load_manifest(space, path)
         if there is not None and all(_intact(context, ref) for ref in there.blocks):

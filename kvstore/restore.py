@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
 from kvstore.blocks import MAX_HEADER_BYTES, TensorBuffer, TensorSpec, read_span, read_specs
@@ -40,11 +41,11 @@ TOUCH_AFTER_NS = 3600 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """tokens are valid in the caller's buffers, from size bytes read. end_of_blocks: where publishing can go on."""
+    """tokens are valid in the caller's buffers, from size bytes read. border: see Match."""
 
     tokens: int
     size: int
-    end_of_blocks: int
+    border: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,28 +165,38 @@ def _read_all(
 ) -> list[BlockRef]:
     """Read all blocks, some at a time; the references of the good ones before the first bad one."""
 
-    def one(block: _Opened) -> bool:
+    def one(block: _Opened) -> Exception | None:
         try:
             read_span(block.fd, block.ref, block.head, block.specs, buffers)
         except (OSError, DamagedBlockError) as error:
-            _damaged(context, block.ref, error)
-            return False
-        return True
+            return error
+        return None
 
     if threads > 1 and len(opened) > 1:
         with ThreadPoolExecutor(threads, "kvstore-read") as pool:
             results = list(pool.map(one, opened))
     else:
         results = [one(block) for block in opened]
-    good = results.index(False) if False in results else len(results)
-    return [block.ref for block in opened[:good]]
+    bad = [(block.ref, error) for block, error in zip(opened, results, strict=True) if error is not None]
+    if not bad:
+        return [block.ref for block in opened]
+    for ref, _ in bad[1:]:
+        _note_damaged(context, ref)
+    _damaged(context, *bad[0])
+    return [block.ref for block in opened if block.ref.first < bad[0][0].first]
 
 
 def _damaged(context: Context, ref: BlockRef, error: Exception) -> None:
+    """Count a damaged block and say so: once a restore, for the one that ends it."""
+    path = _note_damaged(context, ref)
+    _warn(f"block {path} is damaged ({error}); computing from token {ref.first}")
+
+
+def _note_damaged(context: Context, ref: BlockRef) -> Path:
     path = context.layout.block(ref.digest)
     context.counters.add(damaged=1)
     context.damaged.add(path)
-    _warn(f"block {path} is damaged ({error}); computing from token {ref.first}")
+    return path
 
 
 def _warn(text: str) -> None:
@@ -196,6 +207,7 @@ def _touch(context: Context, steps: list[Step]) -> None:
     """Mark a restored path as used, leaf first, so that a parent is never older than its child (rule 7)."""
     now = context.clock()
     for step in reversed(steps):
+        context.recent[step.path] = now
         if now - step.mtime_ns > TOUCH_AFTER_NS:
             with suppress(OSError):
                 context.fs.touch(step.path, now)

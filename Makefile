@@ -1,0 +1,40 @@
+# Each target does its own set-up on a fresh machine: a virtual environment in .venv, packages from the registry that
+# pip is configured with, nothing that needs root. `make demo` and `make test` are the two to know.
+
+PY := .venv/bin/python
+
+.PHONY: help demo test soak lint bench setup clean
+
+help:
+	@echo "make demo    a coding-review conversation on a real model: disabled, first write, repeat, restart"
+	@echo "make test    every test but the long ones, and lint"
+	@echo "make soak    the long tests"
+	@echo "make lint    ruff and mypy"
+	@echo "make bench   restore and publish speed against the limit of this machine"
+	@echo "make clean   remove .venv and build"
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml tools/setup_venv.sh
+	@echo "Setting up .venv (once)"
+	@tools/setup_venv.sh
+
+demo: .venv/.ready
+	$(PY) tools/demo.py $(DEMO)
+
+test: lint
+	LD_PRELOAD="$$($(PY) tools/fast_blas.py)" $(PY) -m pytest -m "not soak" $(TESTS)
+
+soak: .venv/.ready
+	LD_PRELOAD="$$($(PY) tools/fast_blas.py)" $(PY) -m pytest -m soak $(TESTS)
+
+lint: .venv/.ready
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: .venv/.ready
+	LD_PRELOAD="$$($(PY) tools/fast_blas.py)" $(PY) tools/bench.py $(BENCH)
+
+clean:
+	rm -rf .venv build

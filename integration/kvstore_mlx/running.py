@@ -1,0 +1,176 @@
+"""Start and stop mlx_lm.server around a cache directory.
+
+mlx_lm.server stops by abandoning what it is doing, and goes on serving errors when its model cannot be loaded. Here
+SIGTERM and Ctrl-C let requests finish and what is queued be written, within bounds, and a model that cannot be loaded
+is one sentence and an exit code.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+from kvstore.errors import KVStoreError
+from kvstore.store import Store
+from kvstore_mlx.engine import RecordingBatchGenerator, recording_stream_generate
+from kvstore_mlx.housekeeping import Housekeeping
+from kvstore_mlx.spaces import Spaces
+from kvstore_mlx.tier import TieredPromptCache
+from kvstore_mlx.writer import Writer
+
+__all__ = ["RunningServer"]
+
+log = logging.getLogger("kvstore")
+
+DRAIN_REQUESTS_S = 30.0
+"""How long a stop waits for requests under way. A second signal does not wait."""
+
+DRAIN_WRITES_S = 30.0
+"""How long a stop waits for the disk: a full queue of 1 GiB at 35 MB/s."""
+
+
+class CannotServeError(KVStoreError):
+    """The model could not be loaded, or the port not be had."""
+
+
+class Requests:
+    """Counts the HTTP requests under way, so that a stop can wait for them."""
+
+    def __init__(self) -> None:
+        self._active = 0
+        self._changed = threading.Condition()
+
+    def begin(self) -> None:
+        """A request was accepted."""
+        with self._changed:
+            self._active += 1
+
+    def end(self) -> None:
+        """Its answer was sent, or its client is gone."""
+        with self._changed:
+            self._active -= 1
+            self._changed.notify_all()
+
+    def wait_idle(self, timeout: float) -> bool:
+        """Wait until no request is under way; False when timeout seconds were not enough."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._active == 0, timeout)
+
+
+def _http_server(requests: Requests) -> type[ThreadingHTTPServer]:
+    """The server class that mlx_lm.server is given: its own kind, with requests counted."""
+
+    class CountingServer(ThreadingHTTPServer):
+        def process_request(self, request: Any, client_address: Any) -> None:
+            requests.begin()
+            super().process_request(request, client_address)
+
+        def process_request_thread(self, request: Any, client_address: Any) -> None:
+            try:
+                super().process_request_thread(request, client_address)
+            finally:
+                requests.end()
+
+    return CountingServer
+
+
+class RunningServer:
+    """One ``kvstore serve`` process from its start to its exit code."""
+
+    def __init__(self, server: ModuleType, store: Store, budget: int, provider: Any, versions: dict[str, str]) -> None:
+        self._server = server
+        self._provider = provider
+        self._writer = Writer(Housekeeping(store, budget))
+        self._spaces = Spaces(store, provider, versions)
+        self._tier = TieredPromptCache(provider.cli_args.prompt_cache_size, self._spaces, self._writer)
+        self._requests = Requests()
+        self._failure: KVStoreError | None = None
+        self._stopping = False
+
+    def batch_generator(self, *args: Any, **kwargs: Any) -> RecordingBatchGenerator:
+        """What the server makes its batches with."""
+        return RecordingBatchGenerator(*args, tier=self._tier, **kwargs)
+
+    def stream_generate(self, generate: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
+        """What the server makes single responses with."""
+        return recording_stream_generate(generate, self._tier)
+
+    def serve(self, host: str, port: int) -> KVStoreError | None:
+        """Serve until SIGTERM or Ctrl-C; the reason when it could not."""
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        responses: Any = None
+        try:
+            responses = _responses(self._server, self._provider, self._tier, self._requests, self._loaded)
+            http = _http_server(self._requests)
+            self._server._run_http_server(host, port, responses, server_class=http)  # noqa: SLF001 - its own run calls it
+        except KeyboardInterrupt:
+            log.debug("kvstore: told to stop while starting")
+        except OSError as error:
+            reason = error.strerror or error
+            self._failure = CannotServeError(f"cannot listen on {host} port {port}: {reason}; choose another --port")
+        finally:
+            if responses is not None:
+                responses.stop_and_join()
+            if not self._writer.close(DRAIN_WRITES_S):
+                log.warning("kvstore: stopped before everything was written; what is missing will be computed again")
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return self._failure
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        """The first signal starts an orderly stop, which a second one cuts short."""
+        if self._stopping:
+            log.warning("kvstore: stopped at once; requests under way were cut off")
+            logging.shutdown()
+            os._exit(1)
+        self._stopping = True
+        raise KeyboardInterrupt
+
+    def _loaded(self, error: Exception | None) -> None:
+        """Called on the generation thread when the model is loaded, or cannot be."""
+        if error is None:
+            if self._provider.model_key is not None:
+                self._spaces.of(self._provider.model_key)
+            return
+        model = self._provider.cli_args.model
+        if model.startswith(("/", ".", "~")) and not Path(model).exists():
+            reason = "there is no such folder"
+        else:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        self._failure = CannotServeError(f"cannot load the model {model}: {reason}")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _responses(
+    server: ModuleType,
+    provider: Any,
+    tier: TieredPromptCache,
+    requests: Requests,
+    loaded: Callable[[Exception | None], None],
+) -> Any:
+    """The server's own ResponseGenerator, telling when its model is loaded and finishing what it began."""
+
+    class ResponseGenerator(server.ResponseGenerator):  # type: ignore[name-defined,misc]  # mlx-lm ships no types
+        def _generate(self) -> None:
+            try:
+                self.model_provider.load_default()
+            except Exception as error:
+                self._generation_failed = True
+                loaded(error)
+                return
+            loaded(None)
+            super()._generate()
+
+        def stop_and_join(self) -> None:
+            if self.generation_available() and not requests.wait_idle(DRAIN_REQUESTS_S):
+                log.warning("kvstore: requests were still running after %.0f s and were cut off", DRAIN_REQUESTS_S)
+            super().stop_and_join()
+
+    return ResponseGenerator(provider, tier)

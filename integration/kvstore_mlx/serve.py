@@ -1,0 +1,174 @@
+"""``kvstore serve``: mlx_lm.server with the same flags, and a cache directory when ``--kv-cache-dir`` is given.
+
+Without that flag mlx_lm.server's own main runs, and nothing of it is replaced but the parser's flag list. With it,
+three names of the server module are replaced while it runs: what it makes batches with, what it makes single responses
+with, and how it starts and stops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvstore.errors import KVStoreError
+from kvstore.sizes import format_size, parse_size
+from kvstore.store import DEFAULT_INTERVAL, Store
+from kvstore_mlx.versions import check_versions
+
+__all__ = ["CacheArguments", "command"]
+
+DEFAULT_SIZE = "20GiB"
+MIN_SIZE = 1 << 20
+
+
+@dataclass(frozen=True)
+class CacheArguments:
+    """The flags that kvstore adds to mlx_lm.server's."""
+
+    directory: str | None
+    size: int
+    interval: int | None
+
+    @staticmethod
+    def add_to(parser: argparse.ArgumentParser) -> None:
+        """Add the flags to the server's parser, in a group of their own."""
+        group = parser.add_argument_group(
+            "KV cache directory (kvstore)", "Without --kv-cache-dir the server is exactly mlx_lm.server."
+        )
+        group.add_argument(
+            "--kv-cache-dir",
+            metavar="DIR",
+            help="Keep computed prompts in this directory and restore them after a restart (created if missing)",
+        )
+        group.add_argument(
+            "--kv-cache-size",
+            metavar="SIZE",
+            type=_size,
+            default=DEFAULT_SIZE,
+            help=f"Budget of the directory, oldest prompts go first (default: {DEFAULT_SIZE})",
+        )
+        group.add_argument(
+            "--kv-cache-interval",
+            metavar="TOKENS",
+            type=int,
+            help=f"Tokens a chunk, fixed when the directory is created (default: {DEFAULT_INTERVAL})",
+        )
+
+    @staticmethod
+    def take_from(arguments: argparse.Namespace) -> CacheArguments:
+        """Take the flags out of parsed arguments, so that the server sees only its own."""
+        directory, size, interval = (
+            arguments.__dict__.pop(name) for name in ("kv_cache_dir", "kv_cache_size", "kv_cache_interval")
+        )
+        return CacheArguments(directory, size, interval)
+
+
+def _size(text: str) -> int:
+    try:
+        size = parse_size(text)
+    except KVStoreError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if size < MIN_SIZE:
+        raise argparse.ArgumentTypeError(f"a budget of {format_size(size)} holds no prompt; give at least 1MiB")
+    return size
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run the server; returns the exit code of the process."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from mlx_lm import server  # noqa: PLC0415 - takes a second; only this command pays it
+
+    taken: list[CacheArguments] = []
+
+    class Parser(argparse.ArgumentParser):
+        def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+            self.prog = "kvstore serve"
+            CacheArguments.add_to(self)
+            arguments = super().parse_args(*args, **kwargs)
+            taken.append(CacheArguments.take_from(arguments))
+            return arguments
+
+    code = 0
+
+    def run(host: str, port: int, provider: Any, **kwargs: Any) -> None:
+        nonlocal code
+        (cache,) = taken
+        if cache.directory is None:
+            original(host, port, provider, **kwargs)
+        else:
+            code = _serve(server, cache, host, port, provider)
+
+    original = server.run
+    lenient = SimpleNamespace(ArgumentParser=Parser, Namespace=argparse.Namespace)
+    with _replaced(server, argparse=lenient, run=run), _arguments(argv):
+        try:
+            server.main()
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    return code
+
+
+@contextmanager
+def _replaced(module: ModuleType, **names: Any) -> Iterator[None]:
+    """Module attributes replaced for a while."""
+    before = {name: getattr(module, name) for name in names}
+    vars(module).update(names)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
+@contextmanager
+def _arguments(argv: Sequence[str]) -> Iterator[None]:
+    """sys.argv as mlx_lm.server's main expects it."""
+    before, sys.argv = sys.argv, ["kvstore serve", *argv]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _serve(server: ModuleType, cache: CacheArguments, host: str, port: int, provider: Any) -> int:
+    """Serve with a cache directory until told to stop; 1 with one sentence when that cannot be done."""
+    import mlx.core as mx  # noqa: PLC0415 - as above
+
+    from kvstore_mlx.running import RunningServer  # noqa: PLC0415 - imports the engine
+
+    try:
+        versions = check_versions()
+        if mx.distributed.init().size() > 1:
+            raise KVStoreError("--kv-cache-dir does not work with distributed inference; start without it")
+        assert cache.directory is not None
+        store = Store.open(cache.directory, interval=cache.interval)
+        store.check_writable()
+    except KVStoreError as error:
+        return _refuse(error)
+    with store:
+        running = RunningServer(server, store, cache.size, provider, versions)
+        logging.getLogger("kvstore").info(
+            "kvstore: caching in %s (budget %s, interval %d tokens)",
+            store.path,
+            format_size(cache.size),
+            store.interval,
+        )
+        replaced = _replaced(
+            server,
+            BatchGenerator=running.batch_generator,
+            stream_generate=running.stream_generate(server.stream_generate),
+        )
+        with replaced:
+            failure = running.serve(host, port)
+    return _refuse(failure) if failure is not None else 0
+
+
+def _refuse(error: object) -> int:
+    print(f"kvstore serve: {error}", file=sys.stderr)  # noqa: T201 - a command's answer
+    return 1

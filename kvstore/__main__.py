@@ -1,0 +1,5 @@
+"""``python -m kvstore``: the command without its console script."""
+
+from kvstore.cli import main
+
+main()

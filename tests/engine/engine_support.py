@@ -1,0 +1,112 @@
+"""What the engine tests share: a real server in a process of its own, a client, conversations."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+from kvstore.manifest import decode
+
+READY_S = 60
+
+
+class Server:
+    """`kvstore serve` (or another command) as a subprocess; its log is a file."""
+
+    def __init__(self, log: Path, model: Path | str, *flags: str, command=("-m", "kvstore", "serve")) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.log_file = log
+        with log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, *command, "--model", str(model), "--port", str(self.port), *flags],
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text(errors="replace")
+
+    def wait_ready(self) -> Server:
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log}")
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
+                    return self
+            except OSError:
+                time.sleep(0.05)
+        raise AssertionError(f"the server was not ready after {READY_S} s:\n{self.log}")
+
+    def post(self, path: str, body: dict, timeout: float = 120) -> dict:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return json.load(response)
+
+    def chat(self, messages: list[dict], max_tokens: int = 12, **more) -> Answer:
+        body = {"messages": messages, "max_tokens": max_tokens, "logprobs": True, **more}
+        return Answer(self.post("/v1/chat/completions", body))
+
+    def wait_log(self, pattern: str, timeout: float = 30) -> str:
+        deadline = time.monotonic() + timeout
+        while not (found := re.search(pattern, self.log)):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"no {pattern!r} in the log:\n{self.log}")
+            time.sleep(0.05)
+        return found[0]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self, timeout: float = 60) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout)
+
+
+class Answer:
+    """What a test looks at in a response."""
+
+    def __init__(self, body: dict) -> None:
+        self.body = body
+        (self.choice,) = body["choices"]
+        self.text = self.choice["message"]["content"]
+        self.ids = [token["id"] for token in self.choice["logprobs"]["content"]]
+        self.logprobs = [token["logprob"] for token in self.choice["logprobs"]["content"]]
+        self.prompt_tokens = body["usage"]["prompt_tokens"]
+        self.cached_tokens = body["usage"].get("prompt_tokens_details", {}).get("cached_tokens")
+
+
+def conversation(turns: int, topic: str = "hash chains") -> list[dict]:
+    """A conversation of about 900 byte tokens a turn; a longer one begins with the shorter ones."""
+    messages = [{"role": "system", "content": "You review code. Be brief, be right, cite the line. " * 8}]
+    for turn in range(turns):
+        if turn:
+            messages.append({"role": "assistant", "content": f"Understood, turn {turn}."})
+        messages.append({"role": "user", "content": f"{turn}: explain {topic} and why they matter to a cache. " * 9})
+    return messages
+
+
+def wait_saved(server: Server, directory: Path, tokens: int, timeout: float = 30) -> None:
+    """Wait until the writer thread has published a prefix of at least this many tokens."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        found = [decode(path.read_bytes()).end for path in (directory / "objects" / "nodes").rglob("*.kv")]
+        if found and max(found) >= tokens:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"only {max(found, default=0)} of {tokens} tokens were saved:\n{server.log}")
