@@ -28,6 +28,7 @@ from kvstore.namespace import NamespaceInfo
 from kvstore.publish import Published
 from kvstore.restore import Restored
 from kvstore.sizes import format_size, parse_size
+from kvstore.states import State, StateTensor
 from kvstore.store import DEFAULT_INTERVAL, Namespace, Store
 
 __all__ = [
@@ -51,6 +52,8 @@ __all__ = [
     "Restored",
     "SizeError",
     "Span",
+    "State",
+    "StateTensor",
     "Store",
     "TensorBuffer",
     "TensorSpec",

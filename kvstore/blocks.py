@@ -143,9 +143,17 @@ def block_parts(span: Span) -> tuple[list[Buffer], int]:
         at += size
     if sum(memoryview(part).nbytes for part in span.data) != at or len(tensors) != len(span.specs) + 1:
         raise PublishError(f"the data of tokens {span.first} to {span.end} are not {at} bytes of {span.specs}")
+    head = pack_header(tensors, span.phase)
+    return [head, *span.data], len(head)
+
+
+def pack_header(tensors: Mapping[str, Any], phase: int) -> bytes:
+    """A safetensors header, length included, padded so that the payload's offset is phase modulo 64."""
     text = json.dumps(tensors, separators=(",", ":")).encode()
-    text += b" " * ((span.phase - _LENGTH_BYTES - len(text)) % ALIGNMENT)
-    return [len(text).to_bytes(_LENGTH_BYTES, "little") + text, *span.data], _LENGTH_BYTES + len(text)
+    text += b" " * ((phase - _LENGTH_BYTES - len(text)) % ALIGNMENT)
+    if _LENGTH_BYTES + len(text) > MAX_HEADER_BYTES:
+        raise PublishError(f"a header of {len(text)} bytes is more than any reader accepts")
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 def read_specs(head: Buffer, ref: BlockRef) -> tuple[TensorSpec, ...]:
@@ -153,13 +161,9 @@ def read_specs(head: Buffer, ref: BlockRef) -> tuple[TensorSpec, ...]:
 
     Raises DamagedBlockError. Also what keeps a hostile header harmless: bounded size, no recursion, no name trusted.
     """
-    if not _LENGTH_BYTES < ref.payload <= MAX_HEADER_BYTES:
-        raise DamagedBlockError(f"a header of {ref.payload} bytes is not possible")
-    view = memoryview(head)
-    if int.from_bytes(view[:_LENGTH_BYTES], "little") != ref.payload - _LENGTH_BYTES:
-        raise DamagedBlockError("header length contradicts the manifest")
+    text = header_text(head, ref)
     try:
-        tensors = json.loads(bytes(view[_LENGTH_BYTES:]))
+        tensors = json.loads(text)
         del tensors["__metadata__"]
         specs = tuple(_spec(name, entry, ref.count) for name, entry in tensors.items())
         at = 0
@@ -173,6 +177,16 @@ def read_specs(head: Buffer, ref: BlockRef) -> tuple[TensorSpec, ...]:
     if ref.payload + at != ref.size:
         raise DamagedBlockError("payload size contradicts the header")
     return specs
+
+
+def header_text(head: Buffer, ref: BlockRef) -> bytes:
+    """The JSON of a block's header, its length checked against the manifest; raises DamagedBlockError."""
+    if not _LENGTH_BYTES < ref.payload <= MAX_HEADER_BYTES:
+        raise DamagedBlockError(f"a header of {ref.payload} bytes is not possible")
+    view = memoryview(head)
+    if int.from_bytes(view[:_LENGTH_BYTES], "little") != ref.payload - _LENGTH_BYTES:
+        raise DamagedBlockError("header length contradicts the manifest")
+    return bytes(view[_LENGTH_BYTES:])
 
 
 def _spec(name: str, entry: Mapping[str, Any], count: int) -> TensorSpec:

@@ -20,7 +20,7 @@ from kvstore.keys import RUNGS, TOKEN_BYTES, Key, node_key, rungs
 from kvstore.layout import NAME_KEY_BYTES, NodeName
 from kvstore.manifest import MAX_MANIFEST_BYTES, Manifest, decode
 
-__all__ = ["Chunk", "Match", "Step", "chunks", "common_tokens", "find", "load_manifest", "siblings"]
+__all__ = ["Chunk", "Match", "Step", "chunks", "common_tokens", "find", "has_state", "load_manifest", "siblings"]
 
 _MAX_OPENED = 8
 """Candidates opened at the first miss: each costs about 20 us, and the rungs have put the best first."""
@@ -85,37 +85,62 @@ def chunks(space: Space, packed: bytes) -> Iterator[Chunk]:
         parent = key
 
 
-def find(space: Space, packed: bytes) -> Match:
-    """The longest prefix of packed tokens that an engine with trimmable caches can restore.
+def find(space: Space, packed: bytes, *, trimmable: bool = True) -> Match:
+    """The longest prefix of packed tokens that an engine can continue from.
 
-    Errors of the file system make the match shorter; they are never raised (rule 3).
+    trimmable caches can be cut at any token. The others (recurrent state, rotating windows) can only go on from a node
+    with a boundary state: the match is then exact, and its last step has one. Errors of the file system make a match
+    shorter; they are never raised (rule 3).
     """
     context = space.context
     context.counters.add(lookups=1)
     steps: list[Step] = []
     parent = space.root
     for chunk in chunks(space, packed):
-        if chunk.count == context.interval and (step := _stat(space, chunk)) is not None:
+        if chunk.count == context.interval and (step := _step(space, chunk.first, chunk.name)) is not None:
             steps.append(step)
             parent = chunk.key
             continue
-        match = _tail(space, packed, steps, parent, chunk)
+        match = (
+            _tail(space, packed, steps, parent, chunk)
+            if trimmable
+            else _state_tail(space, packed, steps, parent, chunk)
+        )
         break
     else:
-        end = steps[-1].end if steps else 0
-        match = Match(space, packed, tuple(steps), end, end)
+        if not trimmable:
+            steps = _up_to_state(space, steps)
+        match = _whole(space, packed, steps)
     if match.count:
         context.counters.add(hits=1)
     return match
 
 
-def _stat(space: Space, chunk: Chunk) -> Step | None:
-    name = chunk.name
-    path = space.context.layout.node(space.id, name)
-    try:
-        return Step(chunk.first, name, path, os.stat(path, follow_symlinks=False).st_mtime_ns)
-    except OSError:
-        return None
+def _whole(space: Space, packed: bytes, steps: list[Step]) -> Match:
+    end = steps[-1].end if steps else 0
+    return Match(space, packed, tuple(steps), end, end)
+
+
+def _state_tail(space: Space, packed: bytes, steps: list[Step], parent: Key, chunk: Chunk) -> Match:
+    """The longest exact tail with a boundary state, or the last full chunk that has one."""
+    tails = [name for name in siblings(space, parent) if name.count <= chunk.count and _is_prefix(name, parent, chunk)]
+    for name in sorted(tails, key=lambda name: name.count, reverse=True):
+        step = _step(space, chunk.first, name)
+        if step is not None and has_state(space, step):
+            return _whole(space, packed, [*steps, step])
+    return _whole(space, packed, _up_to_state(space, steps))
+
+
+def _up_to_state(space: Space, steps: list[Step]) -> list[Step]:
+    while steps and not has_state(space, steps[-1]):
+        steps = steps[:-1]
+    return steps
+
+
+def has_state(space: Space, step: Step) -> bool:
+    """Whether a boundary state lies at this node: one stat."""
+    path = step.path.with_suffix(".state")
+    return path not in space.context.damaged and path.is_file()
 
 
 def _tail(space: Space, packed: bytes, steps: list[Step], parent: Key, chunk: Chunk) -> Match:
@@ -184,7 +209,10 @@ def _nearest(found: list[NodeName], chunk: Chunk) -> list[NodeName]:
 
 
 def _step(space: Space, first: int, name: NodeName) -> Step | None:
+    """A node that is there and that this process has not found damaged."""
     path = space.context.layout.node(space.id, name)
+    if path in space.context.damaged:
+        return None
     try:
         return Step(first, name, path, os.stat(path, follow_symlinks=False).st_mtime_ns)
     except OSError:

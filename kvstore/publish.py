@@ -1,29 +1,26 @@
-"""Publish spans of a prompt as nodes: data, then manifest, then nothing more to do.
+"""Publish what an engine computed: spans of a prompt as nodes, and boundary states beside them.
 
-The one commit point is the rename of a manifest. Before it, every byte it refers to lies under its final name; after
-it, nothing it refers to changes. Heavy writing happens without locks; the publish lock is held for the few system calls
-that check that the referenced blocks still exist and rename the manifest.
+Data, then manifest, then nothing more to do: before a manifest gets its name, every byte it refers to lies under its
+own; after it, nothing it refers to changes. How files are put in place is the business of kvstore.commit.
 
 Failures raise. The caller (an engine adapter's writer thread) counts them, drops that node and goes on serving.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvstore.blocks import Span, block_parts
-from kvstore.context import Context, Space
+from kvstore.commit import existing, intact, node_path, put_block, put_node
+from kvstore.context import Space
 from kvstore.errors import MissingParentError, PublishError
-from kvstore.keys import TOKEN_BYTES, Buffer, block_digest, node_key
-from kvstore.locks import publish_lock
+from kvstore.keys import TOKEN_BYTES, node_key
 from kvstore.lookup import Chunk, chunks, common_tokens, load_manifest, siblings
-from kvstore.manifest import BlockRef, Manifest, encode
+from kvstore.manifest import BlockRef
+from kvstore.states import State, state_parts
 
-__all__ = ["Published", "publish"]
+__all__ = ["Published", "publish", "publish_state"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +99,9 @@ def _chunks_of(space: Space, packed: bytes, spans: Sequence[Span]) -> list[tuple
     return ways
 
 
-def _path(space: Space, chunk: Chunk) -> Path:
-    return space.context.layout.node(space.id, chunk.name)
-
-
 def _require(space: Space, chunk: Chunk) -> None:
     """Publishing stops at the first hole: a child is never published without its parent (rule 4)."""
-    if not _path(space, chunk).is_file():
+    if not node_path(space, chunk).is_file():
         raise MissingParentError(
             f"the prefix of {chunk.first + chunk.count} tokens is not in the store; publish it first"
         )
@@ -124,7 +117,7 @@ def _blocks_before(space: Space, chunk: Chunk, border: int) -> tuple[BlockRef, .
         if manifest is None or common_tokens(manifest.tokens, chunk.tokens) < wanted:
             continue
         refs = tuple(ref for ref in manifest.blocks if ref.first + ref.count <= border)
-        if refs and refs[-1].first + refs[-1].count == border and all(_intact(space.context, ref) for ref in refs):
+        if refs and refs[-1].first + refs[-1].count == border and all(intact(space.context, ref) for ref in refs):
             return refs
     raise MissingParentError(
         f"no node holds these tokens with a border at token {border}; publish from the chunk's start"
@@ -135,119 +128,34 @@ def _publish_node(
     space: Space, parent: Chunk | None, chunk: Chunk, before: tuple[BlockRef, ...], span: Span
 ) -> tuple[tuple[BlockRef, ...], int]:
     """Write one span's block and its node; returns the node's blocks and the bytes written (0 when it was there)."""
-    context = space.context
-    path = _path(space, chunk)
-    context.recent[path] = context.clock()
-    if path not in context.damaged and path.exists():
-        there = load_manifest(space, path)
-        if there is not None and all(_intact(context, ref) for ref in there.blocks):
-            with suppress(OSError):
-                context.fs.touch(path, context.clock())
-            return there.blocks, 0
-        context.damaged.add(path)
-    ref, written = _write_block(context, span)
-    refs = (*before, ref)
-    manifest = encode(
-        Manifest(
-            "kv",
-            space.fingerprint,
-            chunk.parent,
-            chunk.key,
-            chunk.first,
-            context.interval,
-            chunk.tokens,
-            refs,
-            context.clock(),
-            context.writer,
-        )
-    )
-    staged = _stage(context, [manifest])
-    try:
-        _make_folders(context, path.parent)
-        for older in before:
-            # Rule 5: what is referenced again is made young before the lock, so that a sweep that marked it as garbage
-            # sees the new time and leaves it.
-            context.fs.touch(context.layout.block(older.digest), context.clock())
-        with publish_lock(context.layout):
-            if parent is not None:
-                _require(space, parent)
-            if not all(_intact(context, each) for each in refs):
-                raise MissingParentError(f"a block of tokens {chunk.first} to {span.end} was removed meanwhile")
-            _put(context, staged, path)
-    except BaseException:
-        context.staging.discard(staged)
-        raise
-    context.fs.sync_dir(path.parent)
-    return refs, written + len(manifest)
+    if (there := existing(space, chunk, "kv")) is not None:
+        return there.blocks, 0
+    written = 0
+    refs = before
+    if span.specs:
+        parts, payload = block_parts(span)
+        ref, written = put_block(space.context, parts, payload, span.first, span.count, decode=span.decode)
+        refs = (*before, ref)
+
+    def require() -> None:
+        if parent is not None:
+            _require(space, parent)
+
+    return refs, written + put_node(space, chunk, "kv", refs, require)
 
 
-def _write_block(context: Context, span: Span) -> tuple[BlockRef, int]:
-    """The block of a span under its final name. One that is already there is made young instead (rule 5)."""
-    parts, payload = block_parts(span)
-    ref = BlockRef(block_digest(parts), payload + span.payload_bytes, span.first, span.count, payload, span.decode)
-    path = context.layout.block(ref.digest)
-    if _intact(context, ref):
-        context.fs.touch(path, context.clock())
-        return ref, 0
-    staged = _stage(context, parts, ref.size)
-    try:
-        _make_folders(context, path.parent)
-        if path.exists():
-            # Short or known to be damaged: the right bytes take its place, under the lock like everything that removes.
-            with publish_lock(context.layout):
-                context.damaged.add(path)
-                _put(context, staged, path)
-        else:
-            context.fs.rename(staged, path)
-    except BaseException:
-        context.staging.discard(staged)
-        raise
-    context.fs.sync_dir(path.parent)
-    return ref, ref.size
+def publish_state(space: Space, packed: bytes, state: State) -> Published:
+    """Publish the boundary state at the end of these tokens, whose spans must have been published before.
 
-
-def _stage(context: Context, parts: Sequence[Buffer], size: int = 0) -> Path:
-    """Write a staged file and make its data durable."""
-    fd, path = context.staging.create()
-    try:
-        try:
-            context.fs.allocate(fd, size)
-            context.fs.write(fd, parts)
-            context.fs.sync_file(fd)
-        finally:
-            os.close(fd)
-    except BaseException:
-        context.staging.discard(path)
-        raise
-    return path
-
-
-def _put(context: Context, staged: Path, path: Path) -> None:
-    """Give a staged file its name, under the publish lock. The first writer wins, unless its file is damaged: that one
-    is moved to quarantine first, never overwritten.
+    Raises MissingParentError when they are not in the store; otherwise as publish.
     """
-    if path.exists():
-        if path not in context.damaged:
-            context.staging.discard(staged)
-            return
-        context.fs.rename(path, context.layout.quarantine / f"{context.clock():x}.{path.name}")
-    context.fs.rename(staged, path)
-    context.damaged.discard(path)
-
-
-def _intact(context: Context, ref: BlockRef) -> bool:
-    """Whether a block is there with its size, and nobody in this process found it damaged."""
-    path = context.layout.block(ref.digest)
-    try:
-        return path not in context.damaged and os.stat(path, follow_symlinks=False).st_size == ref.size
-    except OSError:
-        return False
-
-
-def _make_folders(context: Context, folder: Path) -> None:
-    """Make a fan-out folder and, for a new namespace, the one above. Folders are never removed, so no race removes
-    one between this and the rename.
-    """
-    if not folder.is_dir():
-        context.fs.make_dir(folder.parent)
-        context.fs.make_dir(folder)
+    *_, chunk = chunks(space, packed)
+    end = chunk.first + chunk.count
+    _require(space, chunk)
+    if existing(space, chunk, "state") is not None:
+        return Published(end, 0, 0)
+    parts, payload = state_parts(state, chunk.first, chunk.count)
+    ref, written = put_block(space.context, parts, payload, chunk.first, chunk.count, decode=False)
+    written += put_node(space, chunk, "state", (ref,), lambda: _require(space, chunk))
+    space.context.counters.add(published_nodes=1, written_bytes=written)
+    return Published(end, 1, written)

@@ -64,6 +64,10 @@ def read(match: Match, allocate: Allocate, threads: int = THREADS) -> Restored:
     context = match.space.context
     steps, refs = _refs(match)
     good = _read_windows(context, refs, allocate, threads)
+    if len(good) < len(refs):
+        # Remembered, so that the next lookup ends before this node instead of reading into the same damage again.
+        bad = refs[len(good)].first
+        context.damaged.update(step.path for step in steps if step.first <= bad < step.end)
     if not good:
         return Restored(0, 0, 0)
     size = sum(ref.size for ref in good)
@@ -122,6 +126,7 @@ def _refs(match: Match) -> tuple[list[Step], list[BlockRef]]:
         ):
             _warn(f"{step.path} holds another prefix than its name says; computing from token {step.first}")
             match.space.context.counters.add(damaged=1)
+            match.space.context.damaged.add(step.path)
             break
         steps.append(step)
         refs.extend(ref for ref in manifest.blocks if ref.first < match.count)

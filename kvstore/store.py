@@ -15,8 +15,8 @@ import errno
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -38,8 +38,9 @@ from kvstore.locks import publish_lock
 from kvstore.lookup import Match, find
 from kvstore.manifest import FORMAT, MAX_INTERVAL
 from kvstore.namespace import NamespaceInfo
-from kvstore.publish import Published, publish
+from kvstore.publish import Published, publish, publish_state
 from kvstore.restore import THREADS, Allocate, Restored, read
+from kvstore.states import AllocateState, Scalar, State, read_state
 
 __all__ = ["DEFAULT_INTERVAL", "Namespace", "Store"]
 
@@ -168,24 +169,40 @@ class Namespace:
         """Tokens a chunk."""
         return self._space.context.interval
 
-    def lookup(self, tokens: Iterable[int] | bytes) -> Match:
-        """The longest saved prefix of these tokens; match.count is 0 when there is none. Never raises OSError."""
-        return find(self._space, pack_tokens(tokens))
+    def lookup(self, tokens: Iterable[int] | bytes, *, trimmable: bool = True) -> Match:
+        """The longest saved prefix of these tokens; match.count is 0 when there is none. Never raises OSError.
+
+        trimmable False is for engines whose caches cannot be cut at any token: the match ends at a boundary state.
+        """
+        return find(self._space, pack_tokens(tokens), trimmable=trimmable)
 
     def read(self, match: Match, allocate: Allocate, threads: int = THREADS) -> Restored:
         """Read a match into memory that allocate provides, every digest checked. Never raises for a bad file."""
         return read(match, allocate, threads)
+
+    def read_state(self, match: Match, allocate: AllocateState) -> dict[str, Scalar] | None:
+        """Read the boundary state at the end of a match; its values, or None when there is no good one."""
+        return read_state(self._space, match.steps[-1], allocate) if match.steps and match.exact else None
 
     def publish(self, tokens: Iterable[int] | bytes, spans: Sequence[Span]) -> Published:
         """Publish KV of consecutive spans of a prompt; see kvstore.publish for the rules and errors.
 
         OSError becomes UnavailableError. Every failure is counted before it is raised.
         """
+        with self._publishing():
+            return publish(self._space, pack_tokens(tokens), spans)
+
+    def publish_state(self, tokens: Iterable[int] | bytes, state: State) -> Published:
+        """Publish the boundary state at the end of these tokens, whose spans were published before."""
+        with self._publishing():
+            return publish_state(self._space, pack_tokens(tokens), state)
+
+    @contextmanager
+    def _publishing(self) -> Iterator[None]:
         context = self._space.context
         try:
-            packed = pack_tokens(tokens)
             self._describe()
-            return publish(self._space, packed, spans)
+            yield
         except OSError as error:
             context.counters.add(failed_publishes=1)
             raise unavailable(context.layout.root, error) from error

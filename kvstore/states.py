@@ -1,0 +1,164 @@
+"""Boundary states: what an engine cannot cut by token, saved whole at one prefix.
+
+Recurrent and convolution state, rotating windows, next-token logits, an engine's own extras: named tensors of any shape
+and small typed values. A state is a block beside the KV of its node, under a manifest of its own (``.state``), so that
+it can be added later, or thinned out alone, and a ``stat`` tells a resume point.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from kvstore.blocks import DTYPE_BYTES, header_text, pack_header
+from kvstore.context import Context, Space
+from kvstore.errors import DamagedBlockError, PublishError
+from kvstore.fs import preadv_full
+from kvstore.keys import Buffer, block_digest
+from kvstore.lookup import Step, load_manifest
+from kvstore.manifest import BlockRef
+
+__all__ = ["AllocateState", "Scalar", "State", "StateTensor", "read_state", "state_parts"]
+
+Scalar: TypeAlias = bool | int | float | str | None
+"""A small typed value: what JSON can tell apart. Floats keep all their bits (repr round-trips)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """A named tensor of any shape. One with a zero size has no bytes and is restored by its shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A boundary state to be published: one buffer of bytes a tensor, in order, and values by name."""
+
+    tensors: tuple[StateTensor, ...]
+    data: Sequence[Buffer]
+    values: Mapping[str, Scalar] = field(default_factory=dict)
+    phase: int = 0
+
+
+AllocateState: TypeAlias = Callable[[tuple[StateTensor, ...]], Mapping[str, memoryview]]
+"""Given the tensors, returns writable C-contiguous bytes for each by name (none is needed for a zero size)."""
+
+
+def state_parts(state: State, first: int, count: int) -> tuple[list[Buffer], int]:
+    """The file of a state as buffers to write, and its payload offset; raises PublishError when data do not fit."""
+    if len(state.data) != len(state.tensors) or len({tensor.name for tensor in state.tensors}) != len(state.tensors):
+        raise PublishError("a state needs one buffer and one name for each tensor")
+    for value in state.values.values():
+        if not isinstance(value, bool | int | float | str | None) or (
+            isinstance(value, float) and not math.isfinite(value)
+        ):
+            raise PublishError(f"{value!r} is not a value that a state can hold")
+    empty = [[tensor.name, tensor.dtype, list(tensor.shape)] for tensor in state.tensors if not tensor.nbytes]
+    entries: dict[str, Any] = {
+        "__metadata__": {
+            "format": "kvstore/1",
+            "first": str(first),
+            "count": str(count),
+            "values": json.dumps(dict(state.values), separators=(",", ":")),
+            "empty": json.dumps(empty, separators=(",", ":")),
+        }
+    }
+    at = 0
+    for tensor, data in zip(state.tensors, state.data, strict=True):
+        if memoryview(data).nbytes != tensor.nbytes:
+            raise PublishError(f"{tensor.name} has {memoryview(data).nbytes} bytes of data, not {tensor.nbytes}")
+        if tensor.nbytes:
+            entries[tensor.name] = {
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "data_offsets": [at, at + tensor.nbytes],
+            }
+            at += tensor.nbytes
+    head = pack_header(entries, state.phase)
+    return [head, *state.data], len(head)
+
+
+def read_state(space: Space, step: Step, allocate: AllocateState) -> dict[str, Scalar] | None:
+    """Read the state at a node into memory that allocate provides, digest checked; its values.
+
+    None when it is missing or damaged; the counter counts it and the next lookup passes it by.
+    """
+    context = space.context
+    path = step.path.with_suffix(".state")
+    manifest = load_manifest(space, path)
+    if manifest is None or manifest.kind != "state" or len(manifest.blocks) != 1:
+        context.damaged.add(path)
+        return None
+    (ref,) = manifest.blocks
+    try:
+        values = _read(context, ref, allocate)
+    except (OSError, EOFError, DamagedBlockError):
+        context.counters.add(damaged=1)
+        context.damaged.update({path, context.layout.block(ref.digest)})
+        return None
+    context.recent[path] = context.clock()
+    return values
+
+
+def _read(context: Context, ref: BlockRef, allocate: AllocateState) -> dict[str, Scalar]:
+    with context.fs.open_read(context.layout.block(ref.digest)) as (fd, status):
+        if status.st_size != ref.size:
+            raise DamagedBlockError(f"is {status.st_size} bytes long, not {ref.size}")
+        head = os.pread(fd, min(ref.payload, ref.size), 0)
+        tensors, values = _parse(head, ref)
+        memory = allocate(tensors)
+        runs = [memoryview(memory[tensor.name]).cast("B") for tensor in tensors if tensor.nbytes]
+        sizes = [tensor.nbytes for tensor in tensors if tensor.nbytes]
+        if [run.nbytes for run in runs] != sizes or any(run.readonly for run in runs):
+            raise ValueError("the memory for a state does not fit its tensors")
+        preadv_full(fd, runs, ref.payload)
+        if block_digest([head, *runs]) != ref.digest:
+            raise DamagedBlockError("digest does not match its bytes")
+        return values
+
+
+def _parse(head: Buffer, ref: BlockRef) -> tuple[tuple[StateTensor, ...], dict[str, Scalar]]:
+    """Tensors (in payload order, then the empty ones) and values of a header; raises DamagedBlockError."""
+    text = header_text(head, ref)
+    try:
+        entries = json.loads(text)
+        metadata = entries.pop("__metadata__")
+        values = json.loads(metadata["values"])
+        rows = [[name, entry["dtype"], entry["shape"]] for name, entry in entries.items()]
+        tensors = [_tensor(row) for row in rows]
+        at = 0
+        for tensor, entry in zip(tensors, entries.values(), strict=True):
+            if not tensor.nbytes or entry["data_offsets"] != [at, at + tensor.nbytes]:
+                raise ValueError("tensors overlap or leave holes")
+            at += tensor.nbytes
+        tensors += [_tensor(row) for row in json.loads(metadata["empty"])]
+        if not isinstance(values, dict) or not all(
+            isinstance(v, bool | int | float | str | None) for v in values.values()
+        ):
+            raise TypeError("values are not scalars")
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise DamagedBlockError(f"header cannot be read: {error!r:.200}") from error
+    if ref.payload + at != ref.size:
+        raise DamagedBlockError("payload size contradicts the header")
+    return tuple(tensors), values
+
+
+def _tensor(row: Sequence[Any]) -> StateTensor:
+    name, dtype, shape = row
+    if not isinstance(name, str) or dtype not in DTYPE_BYTES:
+        raise ValueError("a tensor has an impossible name or dtype")
+    if any(type(size) is not int or not 0 <= size < 1 << 40 for size in shape):
+        raise ValueError(f"tensor {name!r:.80} has an impossible shape")
+    return StateTensor(name, dtype, tuple(shape))

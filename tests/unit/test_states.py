@@ -1,0 +1,192 @@
+"""Boundary states: saved whole beside a node, found by a stat, and what an engine without trimming resumes from."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+
+from kvstore import (
+    MissingParentError,
+    NamespaceInfo,
+    PublishError,
+    Span,
+    State,
+    StateTensor,
+    Store,
+    TensorSpec,
+)
+
+INTERVAL = 32
+SPEC = TensorSpec("0.keys", "F32", 1, (1,))
+TOKENS = list(range(1, 101))
+
+
+@pytest.fixture
+def store(tmp_path):
+    with Store.open(tmp_path / "cache", interval=INTERVAL) as opened:
+        yield opened
+
+
+@pytest.fixture
+def namespace(store):
+    return store.namespace(NamespaceInfo({"model": "recurrent"}))
+
+
+def span(first: int, end: int) -> Span:
+    return Span(first, end - first, (SPEC,), [struct.pack(f"<{end - first}f", *range(first, end))])
+
+
+def publish_to(namespace, end: int, tokens=TOKENS) -> None:
+    at = 0
+    spans = []
+    while at < end:
+        border = min((at // INTERVAL + 1) * INTERVAL, end)
+        spans.append(span(at, border))
+        at = border
+    namespace.publish(tokens[:end], spans)
+
+
+def state(mark: int) -> State:
+    return State(
+        (StateTensor("conv", "F32", (1, 3)), StateTensor("none", "BF16", (0, 7)), StateTensor("scalar", "I32", ())),
+        [struct.pack("<3f", mark, mark + 1, mark + 2), b"", struct.pack("<i", -mark)],
+        {"cursor": mark, "flag": True, "text": "é", "nothing": None, "float": 0.1, "slots": "[1,null]"},
+    )
+
+
+def read(namespace, match):
+    memory = {}
+
+    def allocate(tensors):
+        memory.update({tensor.name: bytearray(tensor.nbytes) for tensor in tensors})
+        memory["tensors"] = tensors
+        return memory
+
+    return namespace.read_state(match, allocate), memory
+
+
+def test_a_state_comes_back_as_it_was(namespace):
+    publish_to(namespace, 64)
+    namespace.publish_state(TOKENS[:64], state(5))
+    values, memory = read(namespace, namespace.lookup(TOKENS, trimmable=False))
+    assert values == state(5).values
+    assert [type(value) for value in values.values()] == [int, bool, str, type(None), float, str]
+    assert struct.unpack("<3f", memory["conv"]) == (5, 6, 7)
+    assert struct.unpack("<i", memory["scalar"]) == (-5,)
+    # What has a zero size has no bytes, and keeps its shape.
+    assert StateTensor("none", "BF16", (0, 7)) in memory["tensors"]
+
+
+def test_resume_points_are_states(namespace):
+    publish_to(namespace, 100)
+    assert namespace.lookup(TOKENS).count == 100
+    assert namespace.lookup(TOKENS, trimmable=False).count == 0
+    namespace.publish_state(TOKENS[:32], state(1))
+    assert namespace.lookup(TOKENS, trimmable=False).count == 32
+    namespace.publish_state(TOKENS, state(2))
+    assert namespace.lookup(TOKENS, trimmable=False).count == 100
+    assert namespace.lookup(TOKENS[:99], trimmable=False).count == 32
+    assert namespace.lookup([*TOKENS, 7, 8], trimmable=False).count == 100
+    # An overlap that ends inside a node is for engines that can trim.
+    assert namespace.lookup([*TOKENS[:98], 7], trimmable=False).count == 32
+
+
+def test_the_longest_tail_with_a_state_wins(namespace):
+    publish_to(namespace, 40)
+    namespace.publish(TOKENS[:50], [span(40, 50)])
+    namespace.publish(TOKENS[:60], [span(50, 60)])
+    namespace.publish_state(TOKENS[:40], state(1))
+    namespace.publish_state(TOKENS[:50], state(2))
+    match = namespace.lookup(TOKENS, trimmable=False)
+    assert match.count == 50
+    assert read(namespace, match)[0]["cursor"] == 2
+
+
+def test_a_state_needs_its_node(namespace):
+    with pytest.raises(MissingParentError):
+        namespace.publish_state(TOKENS[:32], state(1))
+    publish_to(namespace, 32)
+    with pytest.raises(MissingParentError):
+        namespace.publish_state(TOKENS[:40], state(1))
+
+
+def test_a_state_is_written_once(namespace, store):
+    publish_to(namespace, 32)
+    assert namespace.publish_state(TOKENS[:32], state(1)).written
+    assert namespace.publish_state(TOKENS[:32], state(1)).written == 0
+    assert namespace.publish_state(TOKENS[:32], state(9)).written == 0  # the first writer wins
+    assert read(namespace, namespace.lookup(TOKENS, trimmable=False))[0]["cursor"] == 1
+
+
+def test_a_damaged_state_falls_back_to_the_one_before(namespace, store):
+    publish_to(namespace, 64)
+    for end in (32, 64):
+        namespace.publish_state(TOKENS[:end], state(end))
+    match = namespace.lookup(TOKENS, trimmable=False)
+    from kvstore.manifest import decode
+
+    (ref,) = decode(match.steps[-1].path.with_suffix(".state").read_bytes()).blocks
+    path = store.context.layout.block(ref.digest)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert read(namespace, match)[0] is None
+    assert store.counters.damaged == 1
+    before = namespace.lookup(TOKENS, trimmable=False)
+    assert before.count == 32
+    assert read(namespace, before)[0]["cursor"] == 32
+    # And a publish that holds the right bytes heals it.
+    assert namespace.publish_state(TOKENS[:64], state(64)).written
+    assert read(namespace, namespace.lookup(TOKENS, trimmable=False))[0]["cursor"] == 64
+
+
+def test_a_removed_state_is_no_resume_point(namespace):
+    publish_to(namespace, 64)
+    namespace.publish_state(TOKENS[:64], state(1))
+    namespace.lookup(TOKENS, trimmable=False).steps[-1].path.with_suffix(".state").unlink()
+    assert namespace.lookup(TOKENS, trimmable=False).count == 0
+    assert namespace.lookup(TOKENS).count == 64
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        State((StateTensor("a", "F32", (2,)),), [b"1234"]),
+        State((StateTensor("a", "F32", (1,)),), []),
+        State((StateTensor("a", "F32", (1,)), StateTensor("a", "F32", (1,))), [b"1234", b"1234"]),
+        State((), [], {"x": [1]}),
+        State((), [], {"x": float("nan")}),
+        State((), [], {"x": float("inf")}),
+    ],
+)
+def test_what_does_not_fit_is_refused(namespace, bad):
+    publish_to(namespace, 32)
+    with pytest.raises(PublishError):
+        namespace.publish_state(TOKENS[:32], bad)
+
+
+def test_a_node_of_an_engine_without_kv(namespace):
+    """A purely recurrent model: nodes without blocks carry the tokens, states carry everything else."""
+    for first, end in ((0, 32), (32, 50)):
+        namespace.publish(TOKENS[:end], [Span(first, end - first, (), [])])
+    namespace.publish_state(TOKENS[:50], state(3))
+    match = namespace.lookup(TOKENS, trimmable=False)
+    assert match.count == 50
+    assert read(namespace, match)[0]["cursor"] == 3
+
+
+def test_a_state_block_is_a_safetensors_file(namespace, store):
+    from safetensors.numpy import load
+
+    publish_to(namespace, 32)
+    namespace.publish_state(TOKENS[:32], state(4))
+    blocks = [path for path in store.context.layout.blocks.rglob("*") if path.is_file()]
+    (mine,) = [path for path in blocks if b'"conv"' in path.read_bytes()]
+    tensors = load(mine.read_bytes())
+    assert tensors["conv"].tolist() == [[4, 5, 6]]
+    assert tensors["scalar"] == -4
+    size = int.from_bytes(mine.read_bytes()[:8], "little")
+    metadata = json.loads(mine.read_bytes()[8 : 8 + size])["__metadata__"]
+    assert json.loads(metadata["empty"]) == [["none", "BF16", [0, 7]]]
