@@ -189,6 +189,11 @@ class Space:
         return self.info.id
 
     @cached_property
+    def nodes(self) -> str:
+        """The folder of this namespace's manifests, as the string that lookups put names behind."""
+        return str(self.context.layout.nodes / self.id)
+
+    @cached_property
     def root(self) -> Key:
         """The key of the empty prefix."""
         return root_key(self.fingerprint, self.context.interval)

@@ -49,7 +49,8 @@ RUNGS = (64, 256, 1024)
 child that shares most tokens with a prompt without opening every candidate. 64 is the shortest overlap worth restoring;
 each step is four times the one before, so the best candidates are ordered well enough with three hashes."""
 
-_RUNG_HEX = 6
+_RUNG_BITS = 24
+_RUNG_MASK = (1 << _RUNG_BITS) - 1
 
 
 def _digest(*fields: Buffer) -> bytes:
@@ -102,7 +103,11 @@ def root_key(fingerprint: bytes, interval: int) -> Key:
 
 def node_key(parent: Key, packed_chunk: Buffer) -> Key:
     """The key of the prefix that ends with this chunk (or tail) and goes on from parent."""
-    return _digest(b"kvstore/1 node", parent, packed_chunk)
+    # The same bytes as _digest would hash, put together faster: a lookup does this once a chunk.
+    return sha256(b"".join((_NODE_HEAD, parent, len(packed_chunk).to_bytes(8, "little"), packed_chunk))).digest()
+
+
+_NODE_HEAD = (14).to_bytes(8, "little") + b"kvstore/1 node" + (32).to_bytes(8, "little")
 
 
 def rungs(packed_chunk: Buffer, count: int) -> str:
@@ -111,10 +116,12 @@ def rungs(packed_chunk: Buffer, count: int) -> str:
     A hint for choosing candidates only: tokens are compared before anything is served.
     """
     view = memoryview(packed_chunk)
-    return "".join(
-        f"{xxhash.xxh3_64_intdigest(view[: rung * TOKEN_BYTES]) & 0xFFFFFF:06x}" if rung <= count else "0" * _RUNG_HEX
-        for rung in RUNGS
-    )
+    bits = 0
+    for rung in RUNGS:
+        bits <<= _RUNG_BITS
+        if rung <= count:
+            bits |= xxhash.xxh3_64_intdigest(view[: rung * TOKEN_BYTES]) & _RUNG_MASK
+    return f"{bits:018x}"
 
 
 def block_digest(parts: Iterable[Buffer]) -> bytes:

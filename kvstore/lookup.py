@@ -48,8 +48,13 @@ class Step:
 
     first: int
     name: NodeName
-    path: Path
+    where: str
     mtime_ns: int
+
+    @property
+    def path(self) -> Path:
+        """The manifest. (Made on demand: joining Paths would be most of a lookup's time.)"""
+        return Path(self.where)
 
     @property
     def end(self) -> int:
@@ -209,14 +214,15 @@ def _nearest(found: list[NodeName], chunk: Chunk) -> list[NodeName]:
 
 
 def _step(space: Space, first: int, name: NodeName) -> Step | None:
-    """A node that is there and that this process has not found damaged."""
-    path = space.context.layout.node(space.id, name)
-    if path in space.context.damaged:
-        return None
+    """A node that is there and that this process has not found damaged: one stat."""
+    where = f"{space.nodes}/{name.parent[:2]}/{name.file('kv')}"
     try:
-        return Step(first, name, path, os.stat(path, follow_symlinks=False).st_mtime_ns)
+        mtime_ns = os.stat(where, follow_symlinks=False).st_mtime_ns
     except OSError:
         return None
+    if space.context.damaged and Path(where) in space.context.damaged:
+        return None
+    return Step(first, name, where, mtime_ns)
 
 
 def load_manifest(space: Space, path: Path) -> Manifest | None:
