@@ -19,7 +19,7 @@ from kvstore.locks import publish_lock
 from kvstore.lookup import Chunk, load_manifest
 from kvstore.manifest import BlockRef, Manifest, encode
 
-__all__ = ["existing", "intact", "node_path", "put_block", "put_node"]
+__all__ = ["existing", "intact", "make_folders", "node_path", "put_block", "put_node"]
 
 
 def node_path(space: Space, chunk: Chunk, kind: Kind = "kv") -> Path:
@@ -58,7 +58,7 @@ def put_block(
         return ref, 0
     staged = _stage(context, parts, size)
     try:
-        _make_folders(context, path.parent)
+        make_folders(context, path.parent)
         if path.exists():
             # Short or known to be damaged: the right bytes take its place, under the lock like everything that removes.
             with publish_lock(context.layout):
@@ -96,7 +96,7 @@ def put_node(space: Space, chunk: Chunk, kind: Kind, refs: tuple[BlockRef, ...],
     )
     staged = _stage(context, [manifest])
     try:
-        _make_folders(context, path.parent)
+        make_folders(context, path.parent)
         for ref in refs:
             # Rule 5: what is referenced is made young before the lock, so that a sweep that marked it as garbage sees
             # the new time and leaves it.
@@ -154,7 +154,7 @@ def _put(context: Context, staged: Path, path: Path) -> None:
     context.damaged.discard(path)
 
 
-def _make_folders(context: Context, folder: Path) -> None:
+def make_folders(context: Context, folder: Path) -> None:
     """Make a fan-out folder and, for a new namespace, the one above. Folders are never removed, so no race removes
     one between this and the rename.
     """

@@ -30,6 +30,7 @@ __all__ = [
     "namespace_fingerprint",
     "node_key",
     "pack_tokens",
+    "request_key",
     "root_key",
     "rungs",
     "unpack_tokens",
@@ -108,6 +109,11 @@ def node_key(parent: Key, packed_chunk: Buffer) -> Key:
 
 
 _NODE_HEAD = (14).to_bytes(8, "little") + b"kvstore/1 node" + (32).to_bytes(8, "little")
+
+
+def request_key(scope: bytes, request: bytes) -> bytes:
+    """The 32-byte key of a whole request's tokenization under everything that decides its tokens (the scope)."""
+    return _digest(b"kvstore/1 tokens", scope, request)
 
 
 def rungs(packed_chunk: Buffer, count: int) -> str:

@@ -111,6 +111,11 @@ class Layout:
         return self.root / "objects" / "blocks"
 
     @property
+    def tokens(self) -> Path:
+        """Tokenizations of whole requests."""
+        return self.root / "objects" / "tokens"
+
+    @property
     def folders(self) -> tuple[Path, ...]:
         """Every folder made at creation, parents first."""
         objects = self.root / "objects"
@@ -118,7 +123,7 @@ class Layout:
             objects,
             self.nodes,
             self.blocks,
-            objects / "tokens",
+            self.tokens,
             self.namespaces,
             self.tmp,
             self.root / "locks",

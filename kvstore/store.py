@@ -41,6 +41,7 @@ from kvstore.namespace import NamespaceInfo
 from kvstore.publish import Published, publish, publish_state
 from kvstore.restore import THREADS, Allocate, Restored, read
 from kvstore.states import AllocateState, Scalar, State, read_state
+from kvstore.tokenizations import Tokenizations
 
 __all__ = ["DEFAULT_INTERVAL", "Namespace", "Store"]
 
@@ -90,6 +91,8 @@ class Store:
             if config is None:
                 _check_free(layout, create)
                 config = _create(fs, layout, interval or DEFAULT_INTERVAL, clock)
+            elif create and config.get("format") == FORMAT:
+                _complete(fs, layout)
         except OSError as error:
             raise unavailable(layout.root, error) from error
         found = _interval(layout, config)
@@ -123,6 +126,10 @@ class Store:
     def namespace(self, info: NamespaceInfo) -> Namespace:
         """A namespace of this directory. Nothing is written before something is published into it."""
         return Namespace(Space(self._context, info))
+
+    def tokenizations(self, scope: bytes) -> Tokenizations:
+        """Saved tokenizations of whole requests; scope is everything of the tokenizer that decides tokens."""
+        return Tokenizations(self._context, scope)
 
     def check_writable(self) -> None:
         """Raise UnavailableError now when nothing can be written, rather than at the first publish."""
@@ -298,6 +305,14 @@ def _create(fs: FileSystem, layout: Layout, interval: int, clock: Clock) -> dict
     finally:
         context.staging.close()
     return found
+
+
+def _complete(fs: FileSystem, layout: Layout) -> None:
+    """Make folders that a copy left out because they were empty. What cannot be written can still be read."""
+    for folder in layout.folders:
+        if not folder.is_dir():
+            with suppress(OSError):
+                fs.make_dir(folder)
 
 
 def _write_file(context: Context, path: Path, data: bytes) -> None:

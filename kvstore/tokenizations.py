@@ -1,0 +1,92 @@
+"""Exact-message tokenizations: what a whole request was tokenized to, so that 100 messages need no tokenizer.
+
+The key is over the exact request (messages, tools, template and its arguments), never over parts: joining separately
+tokenized messages gives other tokens at the seams. An entry is a small file of its own; losing one costs its
+tokenization.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+from kvstore.commit import make_folders
+from kvstore.context import Context
+from kvstore.keys import TOKEN_BYTES, checksum, request_key
+
+__all__ = ["Tokenizations"]
+
+MAGIC = b"KVSTTOKS"
+FORMAT = 1
+_HEAD = struct.Struct("<8s I I 32s Q")
+_CHECKSUM_BYTES = 16
+MAX_TOKENS = 1 << 24
+"""Far above any context length; nothing larger is read."""
+
+_TOUCH_AFTER_NS = 3600 * 10**9
+
+
+class Tokenizations:
+    """The tokenizations of one scope: a tokenizer with everything of it that decides tokens, as bytes to be hashed."""
+
+    def __init__(self, context: Context, scope: bytes) -> None:
+        self._context = context
+        self._scope = scope
+
+    def _path(self, key: bytes) -> Path:
+        name = key[:16].hex()
+        return self._context.layout.tokens / name[:2] / name
+
+    def get(self, request: bytes) -> bytes | None:
+        """The packed tokens of a request, or None; a damaged entry is a miss."""
+        context = self._context
+        key = request_key(self._scope, request)
+        path = self._path(key)
+        try:
+            data, status = context.fs.read_file(path, _HEAD.size + MAX_TOKENS * TOKEN_BYTES + _CHECKSUM_BYTES)
+        except OSError:
+            return None
+        tokens = _decode(data, key)
+        if tokens is None:
+            context.counters.add(damaged=1)
+            context.damaged.add(path)
+        elif context.clock() - status.st_mtime_ns > _TOUCH_AFTER_NS:
+            with suppress(OSError):
+                context.fs.touch(path, context.clock())
+        return tokens
+
+    def put(self, request: bytes, tokens: bytes) -> None:
+        """Save the packed tokens of a request. Raises OSError; the caller counts it and goes on."""
+        context = self._context
+        key = request_key(self._scope, request)
+        path = self._path(key)
+        if path.exists() and path not in context.damaged:
+            return
+        body = _HEAD.pack(MAGIC, FORMAT, len(tokens) // TOKEN_BYTES, key, context.clock()) + tokens
+        fd, staged = context.staging.create()
+        try:
+            try:
+                context.fs.write(fd, [body, checksum(body)])
+                context.fs.sync_file(fd)
+            finally:
+                os.close(fd)
+            make_folders(context, path.parent)
+            # Equal keys have equal tokens, so a rename over an entry changes nothing but a damaged one.
+            context.fs.rename(staged, path)
+        except BaseException:
+            context.staging.discard(staged)
+            raise
+        context.damaged.discard(path)
+
+
+def _decode(data: bytes, key: bytes) -> bytes | None:
+    """The tokens in an entry, or None when anything about it is not as it was written."""
+    if len(data) < _HEAD.size + _CHECKSUM_BYTES:
+        return None
+    magic, version, count, found, _created = _HEAD.unpack_from(data)
+    end = _HEAD.size + count * TOKEN_BYTES
+    if (magic, version, found, end + _CHECKSUM_BYTES) != (MAGIC, FORMAT, key, len(data)):
+        return None
+    return data[_HEAD.size : end] if checksum(data[:end]) == data[end:] else None
