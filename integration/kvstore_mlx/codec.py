@@ -59,8 +59,8 @@ class Rows:
 def sequence_rows(caches: Sequence[Any], exactly: int | None) -> Rows:
     """The rows of a list of KVCache, one a layer, every one of which must hold exactly this many tokens.
 
-    None is for a draft model beside the model: the two may differ by tokens that one of them has not been shown yet,
-    and the shorter one counts (all of its tokens are in the longer one too).
+    None is for the middle of speculative decoding: the model and its draft model may differ by tokens that one of them
+    has not been shown yet, and the shorter one counts (all of its tokens are in the longer one too).
     """
     if reason := unsupported(caches):
         raise ValueError(f"no codec for {reason}")

@@ -105,11 +105,25 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
 
     def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], **kwargs: Any) -> None:
         """As in mlx-lm; at the end of a generation also saves what is new of it."""
+        if model[2] is not None:
+            tokens = _align(tokens, prompt_cache)
         super().insert_cache(model, tokens, prompt_cache, **kwargs)
         _, recording = self._finishing.pop(id(prompt_cache), (None, None))
         if recording is not None:
-            drafted = model[2] is not None
-            guarded(lambda: recording.finished(sequence_rows(prompt_cache, None if drafted else len(tokens)), tokens))
+            guarded(lambda: recording.finished(sequence_rows(prompt_cache, len(tokens)), tokens))
+
+
+def _align(tokens: list[int], caches: list[Any]) -> list[int]:
+    """The tokens that a model and its draft model were both shown, with both of their caches cut to them.
+
+    After speculative decoding the last tokens were not forwarded by one or the other. mlx_lm.server 0.32.2 keeps such
+    caches under all the tokens and later cuts both by the same number, which leaves every token at a wrong position:
+    the next turn of a conversation then gets another answer than without its cache.
+    """
+    both = min(len(tokens), *(cache.offset for cache in caches))
+    for cache in caches:
+        cache.trim(cache.offset - both)
+    return tokens[:both]
 
 
 def _restore(space: ModelSpace, match: Match, prompt: int) -> tuple[int, list[Any], int, int]:
