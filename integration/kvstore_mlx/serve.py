@@ -18,6 +18,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvstore.errors import KVStoreError
+from kvstore.fs import Durability
 from kvstore.sizes import format_size, parse_size
 from kvstore.store import DEFAULT_INTERVAL, Store
 from kvstore_mlx.versions import check_versions
@@ -35,6 +36,8 @@ class CacheArguments:
     directory: str | None
     size: int
     interval: int | None
+    durability: Durability
+    shared: bool
 
     @staticmethod
     def add_to(parser: argparse.ArgumentParser) -> None:
@@ -61,13 +64,25 @@ class CacheArguments:
             help=f"Tokens a chunk, fixed when the directory is created (default: {DEFAULT_INTERVAL})",
         )
 
+        group.add_argument(
+            "--kv-cache-durability",
+            metavar="MODE",
+            type=_durability,
+            default=Durability.BARRIER,
+            help="What survives power loss: none (what the system wrote so far), barrier (all that was published, but "
+            "maybe not the last seconds) or full (all of it) (default: barrier)",
+        )
+        group.add_argument(
+            "--kv-cache-shared",
+            action="store_true",
+            help="When creating the directory, let its permissions follow the umask instead of being yours alone",
+        )
+
     @staticmethod
     def take_from(arguments: argparse.Namespace) -> CacheArguments:
         """Take the flags out of parsed arguments, so that the server sees only its own."""
-        directory, size, interval = (
-            arguments.__dict__.pop(name) for name in ("kv_cache_dir", "kv_cache_size", "kv_cache_interval")
-        )
-        return CacheArguments(directory, size, interval)
+        names = [f"kv_cache_{name}" for name in ("dir", "size", "interval", "durability", "shared")]
+        return CacheArguments(*(arguments.__dict__.pop(name) for name in names))
 
 
 def _size(text: str) -> int:
@@ -78,6 +93,13 @@ def _size(text: str) -> int:
     if size < MIN_SIZE:
         raise argparse.ArgumentTypeError(f"a budget of {format_size(size)} holds no prompt; give at least 1MiB")
     return size
+
+
+def _durability(text: str) -> Durability:
+    try:
+        return Durability(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(Durability)}") from None
 
 
 def command(argv: Sequence[str]) -> int:
@@ -147,7 +169,7 @@ def _serve(server: ModuleType, cache: CacheArguments, host: str, port: int, prov
         if mx.distributed.init().size() > 1:
             raise KVStoreError("--kv-cache-dir does not work with distributed inference; start without it")
         assert cache.directory is not None
-        store = Store.open(cache.directory, interval=cache.interval)
+        store = Store.open(cache.directory, interval=cache.interval, shared=cache.shared, durability=cache.durability)
         store.check_writable()
     except KVStoreError as error:
         return _refuse(error)

@@ -176,6 +176,7 @@ def test_another_interval(tiny_llama, saved):
         (["--kv-cache-size", "lots"], "'lots' is not a size; write it like 20GiB"),
         (["--kv-cache-size", "5"], "holds no prompt"),
         (["--kv-cache-interval", "many"], "invalid int value"),
+        (["--kv-cache-durability", "hope"], "'hope' is not one of none, barrier, full"),
         (["--kv-cache-dri", "x"], "unrecognized arguments: --kv-cache-dri"),
     ],
 )

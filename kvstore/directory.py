@@ -1,0 +1,173 @@
+"""Make, recognise and refuse cache directories.
+
+kvstore.json makes a folder a cache directory and is written last. It holds the format version, the interval, and
+whether several users share the directory on purpose; none of them ever changes.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kvstore._version import __version__
+from kvstore.context import Clock, Context
+from kvstore.errors import FormatVersionError, IntervalMismatchError, NotACacheDirectoryError, UnavailableError
+from kvstore.fs import Durability, FileSystem
+from kvstore.layout import Layout
+from kvstore.locks import publish_lock
+from kvstore.manifest import FORMAT, MAX_INTERVAL
+
+__all__ = ["DEFAULT_INTERVAL", "open_directory", "unavailable", "write_file"]
+
+DEFAULT_INTERVAL = 2048
+"""Tokens a chunk. Small enough that a resume loses little, large enough that a 200,000-token prompt is 100 files."""
+
+MIN_INTERVAL = 16
+
+_CACHEDIR_TAG = (
+    b"Signature: 8a477f597d28d172789f06886806bc55\n"
+    b"# This file marks a cache directory created by kvstore. It can be deleted; its contents can be computed again.\n"
+    b"# For information about cache directory tags see https://bford.info/cachedir/\n"
+)
+_CONFIG_LIMIT = 1 << 16
+
+
+def open_directory(
+    path: str | os.PathLike[str],
+    *,
+    interval: int | None,
+    create: bool,
+    shared: bool,
+    durability: Durability,
+    fs: FileSystem | None,
+    clock: Clock,
+) -> Context:
+    """See Store.open. A given fs is used as it is, whatever shared and durability say."""
+    layout = Layout(Path(os.path.abspath(os.path.expanduser(path))))
+    if interval is not None and not MIN_INTERVAL <= interval <= MAX_INTERVAL:
+        raise IntervalMismatchError(f"interval must be from {MIN_INTERVAL} to {MAX_INTERVAL} tokens, not {interval}")
+    given = fs or FileSystem(durability, private=not shared)
+    try:
+        config = _read_config(given, layout)
+        if config is None:
+            _check_free(layout, create)
+            config = _create(given, layout, interval or DEFAULT_INTERVAL, clock)
+        found = _interval(layout, config)
+        used = fs or FileSystem(durability, private=config.get("shared") is not True)
+        if create:
+            _complete(used, layout)
+    except OSError as error:
+        raise unavailable(layout.root, error) from error
+    if interval is not None and interval != found:
+        raise IntervalMismatchError(
+            f"{layout.root} was created with an interval of {found} tokens, not {interval}; "
+            f"use {found} or another directory"
+        )
+    return Context(layout, used, found, clock, f"kvstore {__version__}")
+
+
+def unavailable(path: Path, error: OSError) -> UnavailableError:
+    """The sentence for people that goes with an operating system error."""
+    advice = {
+        errno.ENOSPC: "the disk is full; free some space or lower the budget",
+        errno.EDQUOT: "your disk quota is used up; free some space or lower the budget",
+        errno.EROFS: "it is on a read-only file system; choose another directory",
+        errno.EACCES: "permission denied; choose a directory you may write to",
+        errno.EPERM: "permission denied; choose a directory you may write to",
+        errno.ENOENT: "it, or the folder above it, does not exist; create it or check that its volume is mounted",
+        errno.ENOTDIR: "a part of the path is a file; choose another directory",
+    }.get(error.errno or 0, f"{error.strerror or error}; check the disk")
+    return UnavailableError(f"cannot use the cache directory {path}: {advice}")
+
+
+def _read_config(fs: FileSystem, layout: Layout) -> dict[str, Any] | None:
+    """kvstore.json, or None when there is none. Never trusts its shape."""
+    try:
+        data, _ = fs.read_file(layout.config, _CONFIG_LIMIT)
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError:
+        raise NotACacheDirectoryError(f"{layout.root} is a file; name a directory") from None
+    try:
+        config = json.loads(data)
+    except (ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict) or not isinstance(config.get("format"), int):
+        raise NotACacheDirectoryError(
+            f"{layout.config} cannot be read; restore it from a copy, or move the directory away and start anew"
+        )
+    return config
+
+
+def _interval(layout: Layout, config: dict[str, Any]) -> int:
+    if config["format"] != FORMAT:
+        raise FormatVersionError(
+            f"{layout.root} has format {config['format']}, and this kvstore knows format {FORMAT}; "
+            "upgrade kvstore or use another directory"
+        )
+    interval = config.get("interval")
+    if not isinstance(interval, int) or not MIN_INTERVAL <= interval <= MAX_INTERVAL:
+        raise NotACacheDirectoryError(f"{layout.config} has no usable interval; restore it from a copy")
+    return interval
+
+
+def _check_free(layout: Layout, create: bool) -> None:
+    """Creating is for a missing or empty folder, or one where a creation was cut off; anything else is not ours."""
+    if not create:
+        raise NotACacheDirectoryError(f"{layout.root} is not a cache directory; check the path")
+    with suppress(FileNotFoundError):
+        # kvstore.json too: another process may have finished creating it since it was looked for.
+        ours = {folder.relative_to(layout.root).parts[0] for folder in layout.folders}
+        ours |= {layout.tag.name, layout.config.name}
+        others = sorted(name for name in os.listdir(layout.root) if name not in ours and not name.startswith("."))
+        if others:
+            raise NotACacheDirectoryError(
+                f"{layout.root} holds other files ({others[0]}) and is not a cache directory; name an empty or new one"
+            )
+
+
+def _create(fs: FileSystem, layout: Layout, interval: int, clock: Clock) -> dict[str, Any]:
+    """Make the tree, kvstore.json last: it is what makes a folder a cache directory. Two processes may both be here."""
+    for missing in reversed([layout.root, *layout.root.parents]):
+        if not missing.exists():
+            fs.make_dir(missing)
+    for folder in layout.folders:
+        fs.make_dir(folder)
+    context = Context(layout, fs, interval, clock, "")
+    config = {"format": FORMAT, "interval": interval, "created": clock() / 1e9, "writer": f"kvstore {__version__}"}
+    if not fs.private:
+        config["shared"] = True
+    try:
+        with publish_lock(layout):
+            found = _read_config(fs, layout)
+            if found is None:
+                write_file(context, layout.tag, _CACHEDIR_TAG)
+                write_file(context, layout.config, json.dumps(config, indent=2).encode() + b"\n")
+                found = config
+    finally:
+        context.staging.close()
+    return found
+
+
+def _complete(fs: FileSystem, layout: Layout) -> None:
+    """Make folders that a copy left out because they were empty. What cannot be written can still be read."""
+    for folder in layout.folders:
+        if not folder.is_dir():
+            with suppress(OSError):
+                fs.make_dir(folder)
+
+
+def write_file(context: Context, path: Path, data: bytes) -> None:
+    """A small file, whole or not at all."""
+    fd, staged = context.staging.create()
+    try:
+        context.fs.write(fd, [data])
+        context.fs.sync_file(fd)
+    finally:
+        os.close(fd)
+    context.fs.rename(staged, path)
+    context.fs.sync_dir(path.parent)
