@@ -54,7 +54,6 @@ class CacheArguments:
             "--kv-cache-size",
             metavar="SIZE",
             type=_size,
-            default=DEFAULT_SIZE,
             help=f"Budget of the directory, oldest prompts go first (default: {DEFAULT_SIZE})",
         )
         group.add_argument(
@@ -68,7 +67,6 @@ class CacheArguments:
             "--kv-cache-durability",
             metavar="MODE",
             type=_durability,
-            default=Durability.BARRIER,
             help="What survives power loss: none (what the system wrote so far), barrier (all that was published, but "
             "maybe not the last seconds) or full (all of it) (default: barrier)",
         )
@@ -80,9 +78,18 @@ class CacheArguments:
 
     @staticmethod
     def take_from(arguments: argparse.Namespace) -> CacheArguments:
-        """Take the flags out of parsed arguments, so that the server sees only its own."""
-        names = [f"kv_cache_{name}" for name in ("dir", "size", "interval", "durability", "shared")]
-        return CacheArguments(*(arguments.__dict__.pop(name) for name in names))
+        """Take the flags out of parsed arguments, so that the server sees only its own.
+
+        Raises KVStoreError for flags that would silently do nothing.
+        """
+        directory, size, interval, durability, shared = (
+            arguments.__dict__.pop(f"kv_cache_{name}") for name in ("dir", "size", "interval", "durability", "shared")
+        )
+        if directory is None and (size, interval, durability, shared) != (None, None, None, False):
+            raise KVStoreError("the --kv-cache-… flags need --kv-cache-dir")
+        return CacheArguments(
+            directory, size or parse_size(DEFAULT_SIZE), interval, durability or Durability.BARRIER, shared
+        )
 
 
 def _size(text: str) -> int:
@@ -114,7 +121,10 @@ def command(argv: Sequence[str]) -> int:
             self.prog = "kvstore serve"
             CacheArguments.add_to(self)
             arguments = super().parse_args(*args, **kwargs)
-            taken.append(CacheArguments.take_from(arguments))
+            try:
+                taken.append(CacheArguments.take_from(arguments))
+            except KVStoreError as error:
+                self.error(str(error))
             return arguments
 
     code = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -319,7 +320,8 @@ def test_model_that_cannot_be_served_is_told_with_the_end_of_the_log(smollm2, tm
     result = run_tool("--model", tmp_path, "--output", tmp_path / "demo.json", COLUMNS="500")
     assert result.returncode == 1
     assert "last 20 lines" in result.stderr
-    assert "demo: a server could not answer its first request" in result.stderr
+    # mlx_lm.server listens at once and loads its model meanwhile, so either may be noticed first.
+    assert re.search("demo: a server could not (load its model|answer its first request)", result.stderr)
     assert not (tmp_path / "demo.json").exists()
 
 

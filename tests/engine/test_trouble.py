@@ -187,6 +187,12 @@ def test_wrong_values(flags, text, tmp_path):
     assert "Traceback" not in result.stderr
 
 
+def test_cache_flags_without_a_directory_are_not_ignored():
+    result = run_serve("--model", "m", "--kv-cache-size", "5GiB")
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1] == "kvstore serve: error: the --kv-cache-… flags need --kv-cache-dir"
+
+
 def test_an_interval_out_of_range(tmp_path):
     result = run_serve("--model", "m", "--kv-cache-dir", str(tmp_path / "c"), "--kv-cache-interval", "1")
     assert_one_sentence(result, 1, "interval must be from 16 to 65536 tokens")
