@@ -1,0 +1,107 @@
+"""Which weights a model has, by content: read once, remembered for as long as the files stay as they are.
+
+20 GB of weights take ten seconds to read and hash, which nobody wants at each start. A digest is remembered under the
+file's device, inode, size, mtime and ctime: an edit in place changes ctime, a copied or renamed file is read again or
+found again, and nothing a user does by accident makes two files look alike. In a hub snapshot a file is a link to a
+blob that is named by its SHA-256, which costs nothing at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import platformdirs
+
+from kvstore.sizes import format_size
+
+__all__ = ["Memory", "weights_digest"]
+
+log = logging.getLogger("kvstore")
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_READ = 1 << 22
+_THREADS = 2
+_MAX_REMEMBERED = 4096
+_SAY_ABOVE = 1 << 30
+
+
+class Memory:
+    """Digests of files seen before, in one small file of the user's cache folder. Losing it costs reading again."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path or Path(platformdirs.user_cache_dir("kvstore")) / "weights.json"
+        self._known: dict[str, str] = {}
+        with suppress(OSError, ValueError, RecursionError):
+            known = json.loads(self._path.read_bytes())
+            if isinstance(known, dict):
+                self._known = {key: value for key, value in known.items() if _SHA256.fullmatch(str(value))}
+
+    @staticmethod
+    def _key(status: os.stat_result) -> str:
+        return ":".join(
+            str(field)
+            for field in (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        )
+
+    def get(self, status: os.stat_result) -> str | None:
+        """The digest of a file with this stat, if it was read before."""
+        return self._known.get(self._key(status))
+
+    def put(self, digests: Sequence[tuple[os.stat_result, str]]) -> None:
+        """Remember digests. The oldest are forgotten beyond a few thousand; a file that cannot be written is let be."""
+        for status, digest in digests:
+            self._known.pop(self._key(status), None)
+            self._known[self._key(status)] = digest
+        while len(self._known) > _MAX_REMEMBERED:
+            del self._known[next(iter(self._known))]
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            fd, staged = tempfile.mkstemp(dir=self._path.parent, prefix=".weights-")
+            try:
+                with os.fdopen(fd, "w") as stream:
+                    json.dump(self._known, stream)
+                os.replace(staged, self._path)
+            except BaseException:
+                os.unlink(staged)
+                raise
+
+
+def weights_digest(folder: Path, pattern: str, memory: Memory) -> str:
+    """SHA-256 over the names and contents of the files that match a pattern in a folder."""
+    files = sorted(folder.glob(pattern))
+    found = {file: _blob_name(file) or memory.get(file.stat()) for file in files}
+    unread = [file for file in files if found[file] is None]
+    total = sum(file.stat().st_size for file in unread)
+    if total > _SAY_ABOVE:
+        log.info("kvstore: reading %s of weights once to tell this model from others", format_size(total))
+    if unread:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            read = list(pool.map(_read, unread))
+        memory.put(read)
+        found.update(zip(unread, (digest for _, digest in read), strict=True))
+    text = json.dumps([[file.name, found[file]] for file in files])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _blob_name(file: Path) -> str | None:
+    """The SHA-256 in the name of the blob that a hub snapshot links to; the hub checked it when it was downloaded."""
+    blob = file.resolve()
+    return blob.name if file.is_symlink() and blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name) else None
+
+
+def _read(file: Path) -> tuple[os.stat_result, str]:
+    state = hashlib.sha256()
+    with file.open("rb", buffering=0) as stream:
+        status = os.fstat(stream.fileno())
+        while chunk := stream.read(_READ):
+            state.update(chunk)
+    return status, state.hexdigest()

@@ -1,0 +1,150 @@
+"""A model is known by its content: read once, remembered while its files stay as they are, never by name or place."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+
+import pytest
+
+from kvstore_mlx import weights
+from kvstore_mlx.fingerprint import describe
+from kvstore_mlx.weights import Memory, weights_digest
+
+
+@pytest.fixture
+def memory(tmp_path):
+    return Memory(tmp_path / "memory" / "weights.json")
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The files that were read, by name."""
+    names: list[str] = []
+    real = weights._read
+
+    def counted(file):
+        names.append(file.name)
+        return real(file)
+
+    monkeypatch.setattr(weights, "_read", counted)
+    return names
+
+
+def make(folder, **files: bytes):
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / f"{name}.safetensors").write_bytes(content)
+    return folder
+
+
+def test_it_is_over_names_and_contents(tmp_path, memory):
+    folder = make(tmp_path / "a", model_1=b"one", model_2=b"two", other=b"three")
+    rows = [
+        ["model_1.safetensors", hashlib.sha256(b"one").hexdigest()],
+        ["model_2.safetensors", hashlib.sha256(b"two").hexdigest()],
+    ]
+    assert weights_digest(folder, "model*.safetensors", memory) == hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def test_a_renamed_or_copied_folder_is_the_same_model(tmp_path, memory):
+    first = weights_digest(make(tmp_path / "a", model=b"weights"), "model*", memory)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    assert weights_digest(tmp_path / "b", "model*", memory) == first
+    make(tmp_path / "b", model=b"Weights")
+    assert weights_digest(tmp_path / "b", "model*", memory) != first
+
+
+def test_files_are_read_once_across_processes(tmp_path, reads):
+    folder = make(tmp_path / "a", model_1=b"one", model_2=b"two")
+    path = tmp_path / "memory.json"
+    first = weights_digest(folder, "model*", Memory(path))
+    assert sorted(reads) == ["model_1.safetensors", "model_2.safetensors"]
+    assert weights_digest(folder, "model*", Memory(path)) == first
+    (tmp_path / "a").rename(tmp_path / "renamed")
+    assert weights_digest(tmp_path / "renamed", "model*", Memory(path)) == first
+    assert len(reads) == 2
+
+
+def test_an_edit_in_place_is_seen_although_size_and_mtime_stay(tmp_path, memory, reads):
+    folder = make(tmp_path / "a", model=b"one")
+    before = weights_digest(folder, "model*", memory)
+    status = (folder / "model.safetensors").stat()
+    with (folder / "model.safetensors").open("r+b") as stream:
+        stream.write(b"two")
+    os.utime(folder / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert (folder / "model.safetensors").stat().st_mtime_ns == status.st_mtime_ns
+    assert weights_digest(folder, "model*", memory) != before
+    assert len(reads) == 2
+
+
+def test_a_hub_snapshot_is_not_read(tmp_path, memory, reads):
+    name = hashlib.sha256(b"content").hexdigest()
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / name).write_bytes(b"content")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "model.safetensors").symlink_to(tmp_path / "blobs" / name)
+    linked = weights_digest(tmp_path / "snapshot", "model*", memory)
+    assert reads == []
+    # The same content in a plain folder is the same model.
+    assert weights_digest(make(tmp_path / "plain", model=b"content"), "model*", memory) == linked
+
+
+def test_a_link_elsewhere_is_read(tmp_path, memory, reads):
+    lying = tmp_path / ("0" * 64)
+    lying.write_bytes(b"content")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "model.safetensors").symlink_to(lying)
+    weights_digest(tmp_path / "a", "model*", memory)
+    assert reads == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{" * 100_000, b'{"1:2:3:4:5": "short"}', b"\xff"])
+def test_a_damaged_memory_costs_reading_again(tmp_path, reads, content):
+    path = tmp_path / "memory.json"
+    path.write_bytes(content)
+    folder = make(tmp_path / "a", model=b"one")
+    weights_digest(folder, "model*", Memory(path))
+    weights_digest(folder, "model*", Memory(path))
+    assert len(reads) == 1
+
+
+def test_a_memory_that_cannot_be_written_is_let_be(tmp_path, reads):
+    (tmp_path / "file").write_text("in the way")
+    folder = make(tmp_path / "a", model=b"one")
+    for _ in range(2):
+        weights_digest(folder, "model*", Memory(tmp_path / "file" / "weights.json"))
+    assert len(reads) == 2
+
+
+def test_what_changes_kv_is_in_the_namespace(tiny_llama, tmp_path):
+    def fingerprint(model=tiny_llama, adapter=None, draft=None, caches=(), versions=("1", "2")):
+        info = describe(
+            str(model),
+            adapter,
+            draft,
+            [type(name, (), {})() for name in caches],
+            dict(zip("ab", versions, strict=True)),
+        )
+        return info.fingerprint
+
+    base = fingerprint()
+    assert base == fingerprint()
+    shutil.copytree(tiny_llama, tmp_path / "copy")
+    assert fingerprint(tmp_path / "copy") == base
+    (tmp_path / "copy" / "tokenizer_config.json").write_text('{"chat_template": "another"}')
+    assert fingerprint(tmp_path / "copy") == base
+    adapter = make(tmp_path / "adapter", adapters=b"lora")
+    others = {
+        fingerprint(adapter=str(adapter)),
+        fingerprint(draft=str(tiny_llama)),
+        fingerprint(caches=["KVCache"]),
+        fingerprint(versions=("1", "3")),
+    }
+    config = json.loads((tmp_path / "copy" / "config.json").read_text())
+    (tmp_path / "copy" / "config.json").write_text(json.dumps({**config, "rope_theta": 5.0}))
+    others.add(fingerprint(tmp_path / "copy"))
+    assert len(others) == 5
+    assert base not in others
