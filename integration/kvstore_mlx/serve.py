@@ -112,7 +112,10 @@ def _durability(text: str) -> Durability:
 def command(argv: Sequence[str]) -> int:
     """Run the server; returns the exit code of the process."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from mlx_lm import server  # noqa: PLC0415 - takes a second; only this command pays it
+    try:
+        from mlx_lm import server  # noqa: PLC0415 - takes a second; only this command pays it
+    except ImportError as error:
+        return _refuse(f"mlx-lm cannot be imported ({error}); install it with: pip install 'kvstore-llm[mlx]'")
 
     taken: list[CacheArguments] = []
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from conftest import make_model
 from engine_support import conversation
@@ -55,3 +58,11 @@ def test_installed_versions_are_supported():
     from kvstore_mlx.versions import check_versions
 
     assert set(check_versions()) == {"mlx", "mlx-lm"}
+
+
+def test_an_engine_that_is_not_installed_is_one_sentence():
+    code = "import sys; sys.modules['mlx_lm'] = None; sys.argv[1:] = ['serve', '--model', 'm']; import kvstore.__main__"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "pip install 'kvstore-llm[mlx]'" in result.stderr
+    assert "Traceback" not in result.stderr
