@@ -23,7 +23,7 @@ from kvstore.fs import preadv_full
 from kvstore.keys import Buffer
 from kvstore.manifest import BlockRef
 
-__all__ = ["DTYPE_BYTES", "Span", "TensorBuffer", "TensorSpec", "block_parts", "read_span", "read_specs"]
+__all__ = ["DTYPE_BYTES", "Span", "TensorBuffer", "TensorSpec", "block_head", "block_parts", "read_span", "read_specs"]
 
 DTYPE_BYTES = {
     "BOOL": 1,
@@ -129,22 +129,31 @@ class Span:
 
 def block_parts(span: Span) -> tuple[list[Buffer], int]:
     """The file of a span as buffers to write, and its payload offset; raises PublishError when data do not fit."""
-    tensors: dict[str, Any] = {
-        "__metadata__": {"format": "kvstore/1", "first": str(span.first), "count": str(span.count)}
-    }
+    head = block_head(span.specs, span.first, span.count, span.phase)
+    if sum(memoryview(part).nbytes for part in span.data) != span.payload_bytes:
+        raise PublishError(
+            f"the data of tokens {span.first} to {span.end} are not {span.payload_bytes} bytes of {span.specs}"
+        )
+    return [head, *span.data], len(head)
+
+
+def block_head(specs: Sequence[TensorSpec], first: int, count: int, phase: int) -> bytes:
+    """What the file of a span begins with, up to its payload; raises PublishError for what no file can hold."""
+    tensors: dict[str, Any] = {"__metadata__": {"format": "kvstore/1", "first": str(first), "count": str(count)}}
     at = 0
-    for spec in span.specs:
-        size = spec.span_bytes(span.count)
+    for spec in specs:
+        if spec.dtype not in DTYPE_BYTES or min(spec.outer, *spec.inner, 1) < 1:
+            raise PublishError(f"{spec} cannot be stored; leave out tensors of size zero")
+        size = spec.span_bytes(count)
         tensors[spec.name] = {
             "dtype": spec.dtype,
-            "shape": [spec.outer, span.count, *spec.inner],
+            "shape": [spec.outer, count, *spec.inner],
             "data_offsets": [at, at + size],
         }
         at += size
-    if sum(memoryview(part).nbytes for part in span.data) != at or len(tensors) != len(span.specs) + 1:
-        raise PublishError(f"the data of tokens {span.first} to {span.end} are not {at} bytes of {span.specs}")
-    head = pack_header(tensors, span.phase)
-    return [head, *span.data], len(head)
+    if len(tensors) != len(specs) + 1:
+        raise PublishError(f"two of the tensors have one name: {[spec.name for spec in specs]}")
+    return pack_header(tensors, phase)
 
 
 def pack_header(tensors: Mapping[str, Any], phase: int) -> bytes:
@@ -163,13 +172,13 @@ def read_specs(head: Buffer, ref: BlockRef) -> tuple[TensorSpec, ...]:
     """
     text = header_text(head, ref)
     try:
-        tensors = json.loads(text)
+        tensors = json.loads(text, object_pairs_hook=_distinct)
         del tensors["__metadata__"]
         specs = tuple(_spec(name, entry, ref.count) for name, entry in tensors.items())
         at = 0
         for spec, entry in zip(specs, tensors.values(), strict=True):
             begin, end = entry["data_offsets"]
-            if begin != at or end != at + spec.span_bytes(ref.count):
+            if begin != at or end != at + spec.span_bytes(ref.count) or {type(begin), type(end)} != {int}:
                 raise ValueError("tensors overlap or leave holes")
             at = end
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -187,6 +196,14 @@ def header_text(head: Buffer, ref: BlockRef) -> bytes:
     if int.from_bytes(view[:_LENGTH_BYTES], "little") != ref.payload - _LENGTH_BYTES:
         raise DamagedBlockError("header length contradicts the manifest")
     return bytes(view[_LENGTH_BYTES:])
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object without a name twice: two readers would understand such a header differently."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is there twice")
+    return found
 
 
 def _spec(name: str, entry: Mapping[str, Any], count: int) -> TensorSpec:

@@ -7,8 +7,10 @@ calls that check what a manifest refers to and rename it. Nothing here decides w
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.context import Context, Space
@@ -19,7 +21,20 @@ from kvstore.locks import publish_lock
 from kvstore.lookup import Chunk, load_manifest
 from kvstore.manifest import BlockRef, Manifest, encode
 
-__all__ = ["existing", "intact", "make_folders", "node_path", "put_block", "put_node"]
+__all__ = [
+    "Replacement",
+    "existing",
+    "intact",
+    "make_folders",
+    "node_path",
+    "place_block",
+    "put_block",
+    "put_file",
+    "put_manifest",
+    "put_node",
+    "replace_manifests",
+    "staged_file",
+]
 
 
 def node_path(space: Space, chunk: Chunk, kind: Kind = "kv") -> Path:
@@ -52,11 +67,17 @@ def put_block(
     """A block under its final name, and the bytes written: 0 for one that is there, which is made young (rule 5)."""
     size = sum(memoryview(part).nbytes for part in parts)
     ref = BlockRef(block_digest(parts), size, first, count, payload, decode)
-    path = context.layout.block(ref.digest)
-    if intact(context, ref):
-        context.fs.touch(path, context.clock())
+    if _freshened(context, ref):
         return ref, 0
-    staged = _stage(context, parts, size)
+    return ref, place_block(context, _stage(context, parts, size), ref)
+
+
+def place_block(context: Context, staged: Path, ref: BlockRef) -> int:
+    """Give a staged block, which holds what ref says, its name; the bytes written, 0 when it was there already."""
+    path = context.layout.block(ref.digest)
+    if _freshened(context, ref):
+        context.staging.discard(staged)
+        return 0
     try:
         make_folders(context, path.parent)
         if path.exists():
@@ -66,11 +87,21 @@ def put_block(
                 _put(context, staged, path)
         else:
             context.fs.rename(staged, path)
+            context.damaged.discard(path)
     except BaseException:
         context.staging.discard(staged)
         raise
     context.fs.sync_dir(path.parent)
-    return ref, size
+    return ref.size
+
+
+def _freshened(context: Context, ref: BlockRef) -> bool:
+    """Whether a block is there, and now young (rule 5). It may be swept away between the two: then it is not."""
+    if intact(context, ref):
+        with suppress(FileNotFoundError):
+            context.fs.touch(context.layout.block(ref.digest), context.clock())
+            return True
+    return False
 
 
 def put_node(space: Space, chunk: Chunk, kind: Kind, refs: tuple[BlockRef, ...], require: Callable[[], None]) -> int:
@@ -94,64 +125,165 @@ def put_node(space: Space, chunk: Chunk, kind: Kind, refs: tuple[BlockRef, ...],
             context.writer,
         )
     )
+    put_manifest(context, path, manifest, refs, require)
+    return len(manifest)
+
+
+def put_manifest(
+    context: Context,
+    path: Path,
+    manifest: bytes,
+    refs: Sequence[BlockRef],
+    require: Callable[[], None],
+    *,
+    used_ns: int | None = None,
+) -> bool:
+    """Commit an encoded manifest whose blocks are in place; False when there is one already. require: see put_node.
+
+    used_ns: when its prefix was last used, if not now.
+    """
     staged = _stage(context, [manifest])
     try:
+        if used_ns is not None:
+            context.fs.touch(staged, used_ns)
         make_folders(context, path.parent)
-        for ref in refs:
-            # Rule 5: what is referenced is made young before the lock, so that a sweep that marked it as garbage sees
-            # the new time and leaves it.
-            with suppress(FileNotFoundError):
-                context.fs.touch(context.layout.block(ref.digest), context.clock())
+        _freshen(context, refs)
         with publish_lock(context.layout):
             require()
-            if not all(intact(context, ref) for ref in refs):
-                raise MissingParentError(
-                    f"a block of tokens {chunk.first} to {chunk.first + chunk.count} was removed meanwhile"
-                )
-            _put(context, staged, path)
+            if not all(_is_there(context, ref) for ref in refs):
+                raise MissingParentError(f"a block of {path.name} was removed meanwhile")
+            placed = _put(context, staged, path)
     except BaseException:
         context.staging.discard(staged)
         raise
     context.fs.sync_dir(path.parent)
-    return len(manifest)
+    return placed
+
+
+def _freshen(context: Context, refs: Iterable[BlockRef]) -> None:
+    """Rule 5: what is referenced is made young before its manifest appears: a sweep that marked it as garbage sees the
+    new time and leaves it. One that came first is noticed under the lock.
+    """
+    for ref in refs:
+        with suppress(FileNotFoundError):
+            context.fs.touch(context.layout.block(ref.digest), context.clock())
+
+
+def put_file(context: Context, path: Path, data: Sequence[Buffer], used_ns: int | None = None) -> None:
+    """A small file that no other file depends on (a tokenization, a description), whole or not at all."""
+    staged = _stage(context, data)
+    try:
+        if used_ns is not None:
+            context.fs.touch(staged, used_ns)
+        make_folders(context, path.parent)
+        context.fs.rename(staged, path)
+    except BaseException:
+        context.staging.discard(staged)
+        raise
+    context.fs.sync_dir(path.parent)
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """A manifest to take the place of one that names other blocks for the same tokens. seen: that one's stat."""
+
+    path: Path
+    manifest: bytes
+    seen: os.stat_result
+
+
+def replace_manifests(
+    context: Context, replacements: Sequence[Replacement], old: Iterable[BlockRef], new: Sequence[BlockRef]
+) -> bool:
+    """Put manifests that name the new blocks over those that name the old ones, all or none; docs/format.md section 7.
+
+    False, and nothing is done, when one of them changed since it was seen (it was used, removed or replaced) or a new
+    block is gone. The old blocks are made young, so that whoever read an old manifest finds them for the whole grace
+    time; the times of the manifests, which are their last use, stay.
+    """
+    staged: list[Path] = []
+    done = False
+    try:
+        for each in replacements:
+            staged.append(_stage(context, [each.manifest]))
+            context.fs.touch(staged[-1], each.seen.st_mtime_ns)
+        with publish_lock(context.layout):
+            if all(_is_as_seen(each) for each in replacements) and all(intact(context, ref) for ref in new):
+                _freshen(context, [*new, *old])
+                for path, each in zip(staged, replacements, strict=True):
+                    context.fs.rename(path, each.path)
+                done = True
+    finally:
+        if not done:
+            for path in staged:
+                context.staging.discard(path)
+    if not done:
+        return False
+    for folder in {each.path.parent for each in replacements}:
+        context.fs.sync_dir(folder)
+    return True
+
+
+def _is_as_seen(each: Replacement) -> bool:
+    try:
+        now = os.stat(each.path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    seen = each.seen
+    return (now.st_ino, now.st_mtime_ns, now.st_ctime_ns) == (seen.st_ino, seen.st_mtime_ns, seen.st_ctime_ns)
 
 
 def intact(context: Context, ref: BlockRef) -> bool:
     """Whether a block is there with its size, and nobody in this process found it damaged."""
-    path = context.layout.block(ref.digest)
+    return context.layout.block(ref.digest) not in context.damaged and _is_there(context, ref)
+
+
+def _is_there(context: Context, ref: BlockRef) -> bool:
+    """Whether a block is there with its size. What a commit asks: another thread may just have read, and reported, the
+    damaged file whose place the block has taken since.
+    """
     try:
-        return path not in context.damaged and os.stat(path, follow_symlinks=False).st_size == ref.size
+        status = os.stat(context.layout.block(ref.digest), follow_symlinks=False)
     except OSError:
         return False
+    return stat.S_ISREG(status.st_mode) and status.st_size == ref.size
 
 
 def _stage(context: Context, parts: Sequence[Buffer], size: int = 0) -> Path:
     """Write a staged file and make its data durable."""
+    with staged_file(context, size) as (fd, path):
+        context.fs.write(fd, parts)
+    return path
+
+
+@contextmanager
+def staged_file(context: Context, size: int = 0) -> Iterator[tuple[int, Path]]:
+    """A staged file to be written: its data are durable when this is left, and it is gone when that failed."""
     fd, path = context.staging.create()
     try:
         try:
             context.fs.allocate(fd, size)
-            context.fs.write(fd, parts)
+            yield fd, path
             context.fs.sync_file(fd)
         finally:
             os.close(fd)
     except BaseException:
         context.staging.discard(path)
         raise
-    return path
 
 
-def _put(context: Context, staged: Path, path: Path) -> None:
+def _put(context: Context, staged: Path, path: Path) -> bool:
     """Give a staged file its name, under the publish lock. The first writer wins, unless its file is damaged: that one
-    is moved to quarantine first, never overwritten.
+    is moved to quarantine first, never overwritten. False when the first writer was somebody else.
     """
     if path.exists():
         if path not in context.damaged:
             context.staging.discard(staged)
-            return
+            return False
         context.fs.rename(path, context.layout.quarantine / f"{context.clock():x}.{path.name}")
     context.fs.rename(staged, path)
     context.damaged.discard(path)
+    return True
 
 
 def make_folders(context: Context, folder: Path) -> None:

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,14 @@ from kvstore.layout import Layout
 from kvstore.locks import publish_lock
 from kvstore.manifest import FORMAT, MAX_INTERVAL
 
-__all__ = ["DEFAULT_INTERVAL", "open_directory", "unavailable", "write_file"]
+__all__ = ["CACHEDIR_TAG", "DEFAULT_INTERVAL", "open_directory", "unavailable", "write_file"]
 
 DEFAULT_INTERVAL = 2048
 """Tokens a chunk. Small enough that a resume loses little, large enough that a 200,000-token prompt is 100 files."""
 
 MIN_INTERVAL = 16
 
-_CACHEDIR_TAG = (
+CACHEDIR_TAG = (
     b"Signature: 8a477f597d28d172789f06886806bc55\n"
     b"# This file marks a cache directory created by kvstore. It can be deleted; its contents can be computed again.\n"
     b"# For information about cache directory tags see https://bford.info/cachedir/\n"
@@ -137,7 +138,10 @@ def _create(fs: FileSystem, layout: Layout, interval: int, clock: Clock) -> dict
             fs.make_dir(missing)
     for folder in layout.folders:
         fs.make_dir(folder)
-    context = Context(layout, fs, interval, clock, "")
+    # Synced whatever is asked for the rest: after power loss a block may be short, which its digest tells, but with an
+    # empty kvstore.json the whole directory would be refused.
+    durable = fs if fs.durability is not Durability.NONE else replace(fs, durability=Durability.BARRIER)
+    context = Context(layout, durable, interval, clock, "")
     config = {"format": FORMAT, "interval": interval, "created": clock() / 1e9, "writer": f"kvstore {__version__}"}
     if not fs.private:
         config["shared"] = True
@@ -145,7 +149,7 @@ def _create(fs: FileSystem, layout: Layout, interval: int, clock: Clock) -> dict
         with publish_lock(layout):
             found = _read_config(fs, layout)
             if found is None:
-                write_file(context, layout.tag, _CACHEDIR_TAG)
+                write_file(context, layout.tag, CACHEDIR_TAG)
                 write_file(context, layout.config, json.dumps(config, indent=2).encode() + b"\n")
                 found = config
     finally:
@@ -165,9 +169,13 @@ def write_file(context: Context, path: Path, data: bytes) -> None:
     """A small file, whole or not at all."""
     fd, staged = context.staging.create()
     try:
-        context.fs.write(fd, [data])
-        context.fs.sync_file(fd)
-    finally:
-        os.close(fd)
-    context.fs.rename(staged, path)
+        try:
+            context.fs.write(fd, [data])
+            context.fs.sync_file(fd)
+        finally:
+            os.close(fd)
+        context.fs.rename(staged, path)
+    except BaseException:
+        context.staging.discard(staged)
+        raise
     context.fs.sync_dir(path.parent)

@@ -7,7 +7,7 @@
     ├── UnavailableError          the file system said no (read-only, full, vanished, no permission)
     ├── LockTimeoutError          another process holds a lock longer than it ever should
     ├── TokenError                a token id is not an unsigned 32-bit integer
-    ├── SizeError                 a size such as "20GiB" could not be understood
+    ├── SizeError                 a size such as "20GiB" or an age such as "30d" could not be understood
     ├── PublishError              a span cannot be published as asked (a caller's mistake)
     │   └── MissingParentError    its parent prefix is not in the store: publish that first
     └── DamagedError              bytes on disk are not what their name says
@@ -66,7 +66,7 @@ class TokenError(KVStoreError):
 
 
 class SizeError(KVStoreError):
-    """A size could not be parsed."""
+    """A size or an age could not be parsed."""
 
 
 class PublishError(KVStoreError):

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from kvstore.keys import Buffer
 
-__all__ = ["Durability", "FileSystem", "allocated_bytes", "preadv_full"]
+__all__ = ["Durability", "FileSystem", "allocated_bytes", "out_of_files", "preadv_full"]
 
 _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 # Linux moves at most this many bytes in one call (0x7ffff000); macOS refuses more than INT_MAX with EINVAL.
@@ -129,9 +129,14 @@ class FileSystem:
         os.rmdir(path)
 
     def touch(self, path: Path, time_ns: int) -> None:
-        """Set both times of a file. A file of another user cannot be touched; that only ages it sooner."""
-        with suppress(PermissionError):
+        """Set both times of a file. One of another user gets the present time, if this user may write to it at all;
+        a file that nobody but its owner can touch only ages sooner.
+        """
+        try:
             os.utime(path, ns=(time_ns, time_ns), follow_symlinks=False)
+        except PermissionError:
+            with suppress(PermissionError):
+                os.utime(path, follow_symlinks=False)
 
     @contextmanager
     def open_read(self, path: Path) -> Iterator[tuple[int, os.stat_result]]:
@@ -172,6 +177,11 @@ class FileSystem:
 def allocated_bytes(status: os.stat_result) -> int:
     """Bytes a file takes on disk: allocated blocks, which POSIX counts in units of 512."""
     return status.st_blocks * 512
+
+
+def out_of_files(error: BaseException) -> bool:
+    """Whether an error says that no more files can be open just now: nothing about the file that was to be opened."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def _batches(parts: Iterable[Buffer]) -> Iterator[list[memoryview]]:

@@ -7,6 +7,8 @@ unlinking one while another process waits on it lets two in.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +23,9 @@ PUBLISH_TIMEOUT_S = 10.0
 """A holder needs milliseconds; after this long it is stopped or its disk hangs, and the caller drops its node."""
 
 _POLL_S = 0.005
+
+# What flock answers on a file system without it, or on NFS without a lock daemon.
+_NO_FLOCK = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
 @contextmanager
@@ -43,12 +48,19 @@ def gc_lock(layout: Layout) -> Iterator[bool]:
 @contextmanager
 def _held(layout: Layout, name: str, timeout: float) -> Iterator[None]:
     path = layout.lock("publish" if name == "publish" else "gc")
-    lock = FileLock(path, timeout=timeout, poll_interval=_POLL_S, fallback_to_soft=False, preserve_lock_file=True)
+    # The folder's own permissions, where filelock would follow the umask; and an error when the volume has vanished,
+    # where filelock would make the folder anew.
+    mode = os.stat(path.parent).st_mode & 0o666
+    lock = FileLock(
+        path, timeout=timeout, mode=mode, poll_interval=_POLL_S, fallback_to_soft=False, preserve_lock_file=True
+    )
     try:
         lock.acquire()
     except Timeout as error:
         raise LockTimeoutError(f"{path} is held by another process; stop it or try again") from error
-    except NotImplementedError as error:
+    except OSError as error:
+        if error.errno not in _NO_FLOCK:
+            raise
         raise UnavailableError(f"{path.parent} is on a file system without flock; use a local disk") from error
     try:
         yield

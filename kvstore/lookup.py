@@ -16,9 +16,10 @@ from pathlib import Path
 
 from kvstore.context import Space
 from kvstore.errors import DamagedManifestError
+from kvstore.fs import out_of_files
 from kvstore.keys import RUNGS, TOKEN_BYTES, Key, node_key, rungs
 from kvstore.layout import NAME_KEY_BYTES, NodeName
-from kvstore.manifest import MAX_MANIFEST_BYTES, Manifest, decode
+from kvstore.manifest import Manifest, decode, max_manifest_bytes
 
 __all__ = ["Chunk", "Match", "Step", "chunks", "common_tokens", "find", "has_state", "load_manifest", "siblings"]
 
@@ -53,7 +54,7 @@ class Step:
 
     @property
     def path(self) -> Path:
-        """The manifest. (Made on demand: joining Paths would be most of a lookup's time.)"""
+        """The manifest; made on demand, because joining Paths would be most of a lookup's time."""
         return Path(self.where)
 
     @property
@@ -156,13 +157,12 @@ def _tail(space: Space, packed: bytes, steps: list[Step], parent: Key, chunk: Ch
     """
     best = Match(space, packed, tuple(steps), chunk.first, chunk.first)
     found = siblings(space, parent)
-    exact = max(
-        (name for name in found if name.count <= chunk.count and _is_prefix(name, parent, chunk)),
-        key=lambda name: name.count,
-        default=None,
-    )
-    if exact is not None and (step := _step(space, chunk.first, exact)) is not None:
-        best = Match(space, packed, (*steps, step), step.end, step.end)
+    for name in sorted(found, key=lambda name: name.count, reverse=True):
+        if name.count <= chunk.count and _is_prefix(name, parent, chunk):
+            step = _step(space, chunk.first, name)
+            if step is not None:
+                best = Match(space, packed, (*steps, step), step.end, step.end)
+                break
     for name in _nearest(found, chunk)[:_MAX_OPENED]:
         step = _step(space, chunk.first, name)
         manifest = load_manifest(space, step.path) if step is not None else None
@@ -229,16 +229,17 @@ def load_manifest(space: Space, path: Path) -> Manifest | None:
     """The checked manifest of a node; None when it is gone or damaged (counted, and remembered as damaged)."""
     context = space.context
     try:
-        data, _ = context.fs.read_file(path, MAX_MANIFEST_BYTES)
+        data, _ = context.fs.read_file(path, max_manifest_bytes(context.interval))
         manifest = decode(data)
         if manifest.name.file(manifest.kind) != path.name or manifest.fingerprint != space.fingerprint:
             raise DamagedManifestError("manifest lies under another name")
     except FileNotFoundError:
         context.counters.add(missing=1)
         return None
-    except (OSError, DamagedManifestError):
-        context.counters.add(damaged=1)
-        context.damaged.add(path)
+    except (OSError, DamagedManifestError) as error:
+        if not out_of_files(error):
+            context.counters.add(damaged=1)
+            context.damaged.add(path)
         return None
     return manifest
 

@@ -17,7 +17,16 @@ from kvstore.keys import TOKEN_BYTES, Buffer, Key, checksum, node_key
 from kvstore.keys import rungs as rungs_of
 from kvstore.layout import Kind, NodeName
 
-__all__ = ["MAX_MANIFEST_BYTES", "BlockRef", "Manifest", "References", "decode", "decode_references", "encode"]
+__all__ = [
+    "MAX_MANIFEST_BYTES",
+    "BlockRef",
+    "Manifest",
+    "References",
+    "decode",
+    "decode_references",
+    "encode",
+    "max_manifest_bytes",
+]
 
 MAGIC = b"KVSTNODE"
 FORMAT = 1
@@ -35,6 +44,11 @@ MAX_MANIFEST_BYTES = (
     _HEAD.size + MAX_INTERVAL * TOKEN_BYTES + MAX_BLOCKS * _REF.size + MAX_WRITER_BYTES + _CHECKSUM_BYTES
 )
 """Nothing larger is read, so that a damaged size cannot make a reader allocate much."""
+
+
+def max_manifest_bytes(interval: int) -> int:
+    """As MAX_MANIFEST_BYTES, in a directory of this interval: no chunk has more blocks than tokens."""
+    return _HEAD.size + interval * (TOKEN_BYTES + _REF.size) + MAX_WRITER_BYTES + _CHECKSUM_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +101,7 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     """The bytes of a manifest, checksum included."""
-    writer = manifest.writer.encode()[:MAX_WRITER_BYTES]
+    writer = manifest.writer.encode()[:MAX_WRITER_BYTES].decode(errors="ignore").encode()
     body = b"".join(
         (
             _HEAD.pack(
@@ -144,8 +158,9 @@ def decode(data: Buffer) -> Manifest:
         raise DamagedManifestError("manifest size contradicts its counts")
     if checksum(view[:end]) != view[end:]:
         raise DamagedManifestError("manifest checksum does not match")
-    if not 1 <= count <= interval <= MAX_INTERVAL or first % interval or n_blocks > MAX_BLOCKS:
-        raise DamagedManifestError("manifest token span is not inside one chunk")
+    chunk = 1 <= count <= interval <= MAX_INTERVAL and first % interval == 0
+    if not chunk or n_blocks > MAX_BLOCKS or writer_bytes > MAX_WRITER_BYTES:
+        raise DamagedManifestError("manifest counts are out of their bounds, or not inside one chunk")
     tokens = bytes(view[tokens_at:refs_at])
     if node_key(parent, tokens) != key:
         raise DamagedManifestError("manifest key is not the key of its tokens")

@@ -9,6 +9,7 @@ Failures raise. The caller (an engine adapter's writer thread) counts them, drop
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvstore.blocks import Span, block_parts
@@ -70,7 +71,7 @@ def _check(space: Space, packed: bytes, spans: Sequence[Span]) -> None:
         raise PublishError("there is nothing to publish")
     at = spans[0].first
     for span in spans:
-        if span.first != at or span.count < 1:
+        if span.first != at or span.count < 1 or span.first < 0:
             raise PublishError(f"the span at token {span.first} does not follow the one that ends at {at}")
         if span.first // interval != (span.end - 1) // interval:
             raise PublishError(f"tokens {span.first} to {span.end} cross a chunk border (every {interval})")
@@ -100,15 +101,25 @@ def _chunks_of(space: Space, packed: bytes, spans: Sequence[Span]) -> list[tuple
 
 
 def _require(space: Space, chunk: Chunk) -> None:
-    """Publishing stops at the first hole: a child is never published without its parent (rule 4)."""
-    if not node_path(space, chunk).is_file():
+    """Publishing stops at the first hole: a child is never published without its parent (rule 4).
+
+    What is built upon is made young, as the blocks are (rule 5): a sweep that chose it before it had this child sees
+    the new time and leaves it, and a parent is never older than its child (rule 7).
+    """
+    path = node_path(space, chunk)
+    if not path.is_file():
         raise MissingParentError(
             f"the prefix of {chunk.first + chunk.count} tokens is not in the store; publish it first"
         )
+    with suppress(OSError):
+        space.context.fs.touch(path, space.context.clock())
 
 
 def _blocks_before(space: Space, chunk: Chunk, border: int) -> tuple[BlockRef, ...]:
-    """Blocks that hold the chunk's tokens up to border, from any node that shares them and has a border there."""
+    """Blocks that hold the chunk's tokens up to border, from any node that shares them and has a border there.
+
+    None at all for a tail that ends there without any: its engine keeps nothing per token.
+    """
     wanted = border - chunk.first
     for name in sorted(siblings(space, chunk.parent), key=lambda name: name.count != wanted):
         if name.count < wanted:
@@ -116,6 +127,8 @@ def _blocks_before(space: Space, chunk: Chunk, border: int) -> tuple[BlockRef, .
         manifest = load_manifest(space, space.context.layout.node(space.id, name))
         if manifest is None or common_tokens(manifest.tokens, chunk.tokens) < wanted:
             continue
+        if not manifest.blocks and manifest.count == wanted:
+            return ()
         refs = tuple(ref for ref in manifest.blocks if ref.first + ref.count <= border)
         if refs and refs[-1].first + refs[-1].count == border and all(intact(space.context, ref) for ref in refs):
             return refs
@@ -133,9 +146,15 @@ def _publish_node(
     written = 0
     refs = before
     if span.specs:
+        if span.first > chunk.first and not before:
+            raise PublishError(
+                f"tokens {span.first} to {span.end} have tensors, but those before them in the chunk do not"
+            )
         parts, payload = block_parts(span)
         ref, written = put_block(space.context, parts, payload, span.first, span.count, decode=span.decode)
         refs = (*before, ref)
+    elif before:
+        raise PublishError(f"tokens {span.first} to {span.end} have no tensors, but those before them in the chunk do")
 
     def require() -> None:
         if parent is not None:

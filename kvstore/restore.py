@@ -18,6 +18,7 @@ from typing import TypeAlias
 from kvstore.blocks import MAX_HEADER_BYTES, TensorBuffer, TensorSpec, read_span, read_specs
 from kvstore.context import Context
 from kvstore.errors import DamagedBlockError
+from kvstore.fs import out_of_files
 from kvstore.keys import TOKEN_BYTES
 from kvstore.lookup import Match, Step, common_tokens, load_manifest
 from kvstore.manifest import BlockRef, Manifest
@@ -63,11 +64,10 @@ def read(match: Match, allocate: Allocate, threads: int = THREADS) -> Restored:
     """
     context = match.space.context
     steps, refs = _refs(match)
-    good = _read_windows(context, refs, allocate, threads)
-    if len(good) < len(refs):
+    good, bad = _read_windows(context, refs, allocate, threads)
+    if bad is not None:
         # Remembered, so that the next lookup ends before this node instead of reading into the same damage again.
-        bad = refs[len(good)].first
-        context.damaged.update(step.path for step in steps if step.first <= bad < step.end)
+        context.damaged.update(step.path for step in steps if step.first <= bad.first < step.end)
     if not good:
         return Restored(0, 0, 0)
     size = sum(ref.size for ref in good)
@@ -78,36 +78,53 @@ def read(match: Match, allocate: Allocate, threads: int = THREADS) -> Restored:
     return Restored(tokens, size, max((end for end in borders if end <= tokens), default=0))
 
 
-def _read_windows(context: Context, refs: list[BlockRef], allocate: Allocate, threads: int) -> list[BlockRef]:
-    """Read blocks in order, a window of open files at a time; the good ones before the first bad one."""
+def _read_windows(
+    context: Context, refs: list[BlockRef], allocate: Allocate, threads: int
+) -> tuple[list[BlockRef], BlockRef | None]:
+    """Read blocks in order, a window of open files at a time; the good ones before the first bad one, and that one."""
     buffers: Mapping[str, TensorBuffer] = {}
     specs: tuple[TensorSpec, ...] | None = None
     good: list[BlockRef] = []
-    for at in range(0, len(refs), _WINDOW):
-        window = refs[at : at + _WINDOW]
+    bad: BlockRef | None = None
+    while len(good) < len(refs) and bad is None:
         opened: list[_Opened] = []
         try:
-            for ref in window:
-                block = _open(context, ref, specs)
-                if block is None:
-                    break
-                specs = block.specs
-                opened.append(block)
+            bad = _open_window(context, refs[len(good) : len(good) + _WINDOW], specs, opened)
             if not opened:
                 break
+            specs = opened[0].specs
             if not buffers:
                 end = refs[-1].first + refs[-1].count
-                buffers = allocate(opened[0].specs, end)
-                for spec in opened[0].specs:
+                buffers = allocate(specs, end)
+                for spec in specs:
                     buffers[spec.name].check(spec, end)
             read = _read_all(context, opened, buffers, threads)
         finally:
             for block in opened:
                 os.close(block.fd)
         good.extend(read)
-        if len(read) < len(window):
-            break
-    return good
+        if len(read) < len(opened):
+            bad = opened[len(read)].ref
+    return good, bad
+
+
+def _open_window(
+    context: Context, refs: list[BlockRef], expected: tuple[TensorSpec, ...] | None, opened: list[_Opened]
+) -> BlockRef | None:
+    """Open blocks into opened, in order, until one is unusable, which is returned, or no more files can be open."""
+    for ref in refs:
+        try:
+            block = _open(context, ref, expected)
+        except OSError as error:
+            # Those that are open are read and closed, then it goes on. With not even one, it is a miss but no damage.
+            if not opened:
+                _warn(f"no file can be opened ({error.strerror}); computing from token {ref.first}")
+            return None
+        if block is None:
+            return ref
+        expected = block.specs
+        opened.append(block)
+    return None
 
 
 def _refs(match: Match) -> tuple[list[Step], list[BlockRef]]:
@@ -139,7 +156,10 @@ def _continues(manifest: Manifest, step: Step, parent: bytes) -> bool:
 
 
 def _open(context: Context, ref: BlockRef, expected: tuple[TensorSpec, ...] | None) -> _Opened | None:
-    """A block with its header read and compared with the first block's tensors; None (counted) when it is unusable."""
+    """A block with its header read and compared with the first block's tensors; None (counted) when it is unusable.
+
+    Raises OSError only when no more files can be open.
+    """
     path = context.layout.block(ref.digest)
     try:
         fd, status = context.fs.open_fd(path)
@@ -148,7 +168,10 @@ def _open(context: Context, ref: BlockRef, expected: tuple[TensorSpec, ...] | No
         _warn(f"block {path} is missing; computing from token {ref.first}")
         return None
     except OSError as error:
+        if out_of_files(error):
+            raise
         context.counters.add(missing=1)
+        context.damaged.add(path)
         _warn(f"block {path} cannot be opened ({error.strerror}); computing from token {ref.first}")
         return None
     try:
@@ -211,8 +234,10 @@ def _warn(text: str) -> None:
 def _touch(context: Context, steps: list[Step]) -> None:
     """Mark a restored path as used, leaf first, so that a parent is never older than its child (rule 7)."""
     now = context.clock()
+    due = False
     for step in reversed(steps):
         context.recent[step.path] = now
-        if now - step.mtime_ns > TOUCH_AFTER_NS:
+        due = due or now - step.mtime_ns > TOUCH_AFTER_NS
+        if due and step.mtime_ns < now:
             with suppress(OSError):
                 context.fs.touch(step.path, now)

@@ -1,16 +1,19 @@
-"""Sizes as people write them: ``20GiB`` in, ``19.3 GiB`` out."""
+"""Sizes and ages as people write them: ``20GiB`` and ``30d`` in, ``19.3 GiB`` and ``3 d`` out."""
 
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from kvstore.errors import SizeError
 
-__all__ = ["format_age", "format_size", "parse_size"]
+__all__ = ["format_age", "format_size", "parse_age", "parse_size"]
 
-_UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
-_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*?)b?\s*", re.IGNORECASE)
+_PATTERN = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([a-z]*?)b?\s*", re.IGNORECASE | re.ASCII)
+_AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_AGE_PATTERN = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([smhdw])\s*", re.IGNORECASE | re.ASCII)
 
 
 def parse_size(text: str) -> int:
@@ -19,7 +22,18 @@ def parse_size(text: str) -> int:
     factor = {**_UNITS, **_BINARY}.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise SizeError(f"{text!r} is not a size; write it like 20GiB, 500MB or 1048576")
-    return int(float(match[1]) * factor)
+    return int(Fraction(match[1]) * factor)
+
+
+def parse_age(text: str) -> float:
+    """Seconds in an age such as ``30d``, ``12h``, ``90m``, ``45s`` or ``1.5w``; raises SizeError.
+
+    The unit must be there: nobody should have to guess whether 30 is seconds or days before something is removed.
+    """
+    match = _AGE_PATTERN.fullmatch(text)
+    if match is None:
+        raise SizeError(f"{text!r} is not an age; write it like 30d, 12h, 90m or 45s")
+    return float(match[1]) * _AGES[match[2].lower()]
 
 
 def format_size(size: float) -> str:

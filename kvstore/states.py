@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from kvstore.blocks import DTYPE_BYTES, header_text, pack_header
+from kvstore.blocks import DTYPE_BYTES, MAX_HEADER_BYTES, header_text, pack_header
 from kvstore.context import Context, Space
 from kvstore.errors import DamagedBlockError, PublishError
-from kvstore.fs import preadv_full
+from kvstore.fs import out_of_files, preadv_full
 from kvstore.keys import Buffer, block_digest
 from kvstore.lookup import Step, load_manifest
 from kvstore.manifest import BlockRef
@@ -98,15 +98,18 @@ def read_state(space: Space, step: Step, allocate: AllocateState) -> dict[str, S
     context = space.context
     path = step.path.with_suffix(".state")
     manifest = load_manifest(space, path)
-    if manifest is None or manifest.kind != "state" or len(manifest.blocks) != 1:
+    if manifest is None:
+        return None
+    if manifest.kind != "state" or len(manifest.blocks) != 1:
         context.damaged.add(path)
         return None
     (ref,) = manifest.blocks
     try:
         values = _read(context, ref, allocate)
-    except (OSError, EOFError, DamagedBlockError):
-        context.counters.add(damaged=1)
-        context.damaged.update({path, context.layout.block(ref.digest)})
+    except (OSError, EOFError, DamagedBlockError) as error:
+        if not out_of_files(error):
+            context.counters.add(damaged=1)
+            context.damaged.update({path, context.layout.block(ref.digest)})
         return None
     context.recent[path] = context.clock()
     return values
@@ -116,7 +119,7 @@ def _read(context: Context, ref: BlockRef, allocate: AllocateState) -> dict[str,
     with context.fs.open_read(context.layout.block(ref.digest)) as (fd, status):
         if status.st_size != ref.size:
             raise DamagedBlockError(f"is {status.st_size} bytes long, not {ref.size}")
-        head = os.pread(fd, min(ref.payload, ref.size), 0)
+        head = os.pread(fd, min(ref.payload, MAX_HEADER_BYTES), 0)
         tensors, values = _parse(head, ref)
         memory = allocate(tensors)
         runs = [memoryview(memory[tensor.name]).cast("B") for tensor in tensors if tensor.nbytes]
@@ -143,7 +146,10 @@ def _parse(head: Buffer, ref: BlockRef) -> tuple[tuple[StateTensor, ...], dict[s
             if not tensor.nbytes or entry["data_offsets"] != [at, at + tensor.nbytes]:
                 raise ValueError("tensors overlap or leave holes")
             at += tensor.nbytes
-        tensors += [_tensor(row) for row in json.loads(metadata["empty"])]
+        empty = [_tensor(row) for row in json.loads(metadata["empty"])]
+        if any(tensor.nbytes for tensor in empty):
+            raise ValueError("a tensor without data has a size")
+        tensors += empty
         if not isinstance(values, dict) or not all(
             isinstance(v, bool | int | float | str | None) for v in values.values()
         ):

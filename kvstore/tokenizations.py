@@ -16,7 +16,7 @@ from kvstore.commit import make_folders
 from kvstore.context import Context
 from kvstore.keys import TOKEN_BYTES, checksum, request_key
 
-__all__ = ["Tokenizations"]
+__all__ = ["Tokenizations", "decode"]
 
 MAGIC = b"KVSTTOKS"
 FORMAT = 1
@@ -48,7 +48,7 @@ class Tokenizations:
             data, status = context.fs.read_file(path, _HEAD.size + MAX_TOKENS * TOKEN_BYTES + _CHECKSUM_BYTES)
         except OSError:
             return None
-        tokens = _decode(data, key)
+        tokens = decode(data, key)
         if tokens is None:
             context.counters.add(damaged=1)
             context.damaged.add(path)
@@ -81,7 +81,7 @@ class Tokenizations:
         context.damaged.discard(path)
 
 
-def _decode(data: bytes, key: bytes) -> bytes | None:
+def decode(data: bytes, key: bytes) -> bytes | None:
     """The tokens in an entry, or None when anything about it is not as it was written."""
     if len(data) < _HEAD.size + _CHECKSUM_BYTES:
         return None

@@ -20,10 +20,21 @@ from rich.console import Console
 
 from kvstore._version import __version__
 from kvstore.errors import KVStoreError
-from kvstore.fs import FileSystem
+from kvstore.layout import Layout
 from kvstore.store import Store
 
-__all__ = ["DirectoryArgument", "JsonOption", "app", "console", "main", "opened", "print_json"]
+__all__ = [
+    "DirectoryArgument",
+    "JsonOption",
+    "app",
+    "console",
+    "counted",
+    "main",
+    "namespace_ids",
+    "opened",
+    "output",
+    "print_json",
+]
 
 app = typer.Typer(
     name="kvstore",
@@ -34,6 +45,8 @@ app = typer.Typer(
 )
 
 console = Console(stderr=True)
+
+_PIPE_WIDTH = 240
 
 DirectoryArgument = Annotated[
     Path, typer.Argument(envvar="KVSTORE_DIR", help="The cache directory.", show_default=False)
@@ -59,7 +72,7 @@ def _root(
 @contextmanager
 def opened(directory: Path) -> Iterator[Store]:
     """An existing cache directory for one command; every KVStoreError becomes a sentence and exit code 1."""
-    with sentences(), Store.open(directory, create=False, fs=FileSystem()) as store:
+    with sentences(), Store.open(directory, create=False) as store:
         yield store
 
 
@@ -71,6 +84,25 @@ def sentences() -> Iterator[None]:
     except KVStoreError as error:
         console.print(f"kvstore: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
         raise typer.Exit(1) from error
+
+
+def output() -> Console:
+    """Where data for people goes: stdout. Wide when it is not a terminal, so that a pipe gets whole rows."""
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """A number with its noun: ``1 node``, ``1,200 nodes``."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def namespace_ids(store: Store, prefix: str) -> list[str]:
+    """Ids of the namespaces that begin with prefix; raises KVStoreError when there is none, and OSError."""
+    names = sorted(name for name in os.listdir(store.context.layout.nodes) if Layout.is_namespace_id(name))
+    found = [name for name in names if name.startswith(prefix.lower())]
+    if not found:
+        raise KVStoreError(f"no namespace begins with {prefix!r}; `kvstore ls` shows what there is")
+    return found
 
 
 def print_json(document: Any) -> None:
@@ -105,7 +137,8 @@ def _add_adapter_command(entry: EntryPoint) -> None:
 
 def main() -> None:
     """Entry point of the console script."""
-    from kvstore.cli import gc, ls  # noqa: F401, PLC0415 - importing a command module registers it, and only here
+    # Importing a command module registers it, and only here.
+    from kvstore.cli import clear, du, fsck, gc, ls, merge, repack, show  # noqa: F401, PLC0415
 
     for entry in sorted(entry_points(group="kvstore.commands")):
         _add_adapter_command(entry)

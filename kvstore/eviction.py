@@ -1,0 +1,253 @@
+"""Choose what leaves when the budget is passed: leaf-first, least recently used first.
+
+Pure: it looks at a scan and its marks and returns a plan; nothing is touched and no clock is read.
+
+The order has four rules.
+1. A node goes after all of its children, and its boundary state before its KV, so that no moment of a sweep leaves a
+   child without its parent or a state without its KV.
+2. Among what may go, the least recently used goes first. A node is as recently used as anything below it: a prompt's
+   beginning is in use as long as one of its continuations is. So a budget smaller than one prompt keeps the beginning.
+3. Before all that, tails that a longer sibling contains: a restore takes the sibling's first tokens instead, so losing
+   them costs nothing. The sibling must be whole and used no less recently, and the tail must have no boundary state
+   (that is a resume point which the sibling does not have).
+4. Never what was written or looked up within PROTECT_NS, what the caller protects, and what cannot be read: see young,
+   Policy and _Families.allowed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvstore.context import Context
+from kvstore.marking import Marks
+from kvstore.scan import HashedFile, NodeFile
+
+__all__ = ["FUTURE_NS", "GRACE_NS", "PROTECT_NS", "Plan", "Policy", "choose", "is_protected", "young"]
+
+PROTECT_NS = 60 * 10**9
+"""What was written or looked up this recently is never evicted. A publish takes seconds from its first block to its
+manifest, and a request that found a prefix reads it within seconds. Longer would let a busy server run past its budget
+by all that it writes meanwhile."""
+
+GRACE_NS = 24 * 3600 * 10**9
+"""How long a block that no manifest names is kept. A publisher needs seconds from block to manifest, but a copy of
+another cache directory brings all blocks before the first manifest (rsync goes by name), and may take a night."""
+
+FUTURE_NS = 3600 * 10**9
+"""A time this far ahead of the clock may still be a true one: no collection takes longer."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a collection is asked to do. Without any limit it removes garbage only.
+
+    size: bytes that the directory may take on disk, or with namespace, that this namespace's files may. min_free: bytes
+    that should stay free on its file system. older_than_ns: nodes not used for that long go whatever the room.
+    namespace: only this one's nodes may go. protect: manifest paths that must stay (any object with ``in``).
+    """
+
+    size: int | None = None
+    min_free: int | None = None
+    older_than_ns: int | None = None
+    namespace: str | None = None
+    dry_run: bool = False
+    protect: Container[Path] = frozenset()
+
+
+@dataclass(slots=True)
+class Plan:
+    """victims: indices into the marks' nodes, in the order they must go. freed: bytes on disk this gives back.
+
+    horizon_ns: what was last used before this is among the victims, as far as its rules let it.
+    """
+
+    victims: list[int] = field(default_factory=list)
+    freed: int = 0
+    horizon_ns: int = 0
+
+
+def young(mtime_ns: int, ctime_ns: int, now_ns: int, window_ns: int) -> bool:
+    """Whether a file was made or touched within the window: by the later of its times, because a copy keeps old mtimes.
+
+    now_ns is when the collection began, so what changed since is a little in the future, and young. A time far in the
+    future says nothing (a copy from a machine with a wrong clock must not live for ever) as long as the other one does.
+    When neither does, this machine's clock went back, and nothing is known to be old.
+    """
+    known = [time for time in (mtime_ns, ctime_ns) if time <= now_ns + FUTURE_NS]
+    return not known or now_ns - max(known) < window_ns
+
+
+def choose(
+    context: Context, marks: Marks, blocks: Mapping[bytes, HashedFile], policy: Policy, *, need: int, now_ns: int
+) -> Plan:
+    """Victims that are too old, then as many more as free need bytes on disk, if there are enough."""
+    families = _Families(context, marks, blocks, policy, now_ns)
+    plan = families.plan
+    if policy.older_than_ns is not None:
+        families.take_older(now_ns - policy.older_than_ns)
+    if plan.freed < need:
+        families.take_contained(need)
+        families.take(need)
+    return plan
+
+
+class _Families:
+    """The nodes of all namespaces as trees, while victims are picked off their leaves.
+
+    A node is called by namespace and key. waiting counts the files that must go before a node may: its children's.
+    """
+
+    def __init__(
+        self, context: Context, marks: Marks, blocks: Mapping[bytes, HashedFile], policy: Policy, now_ns: int
+    ) -> None:
+        self._context = context
+        self._marks = marks
+        self._blocks = blocks
+        self._policy = policy
+        self._now = now_ns
+        self.plan = Plan()
+        self._taken: set[int] = set()
+        self._dropped: Counter[bytes] = Counter()
+        self._waiting: Counter[str] = Counter()
+        self._kv: dict[str, int] = {}
+        self._state: dict[str, int] = {}
+        self._used: dict[str, int] = {}
+        for index, node in enumerate(marks.nodes):
+            file, name = node.file, _name(node.file)
+            (self._kv if file.kind == "kv" else self._state)[name] = index
+            self._waiting[_above(file)] += 1
+            self._used[name] = max(self._used.get(name, 0), self._last_use(file))
+        # A damaged manifest may name any block of its chunk, and those are its siblings': they stay until it is gone.
+        self._unsure = {_above(node.file) + node.file.kind for node in marks.unreadable}
+        self._pass_up()
+        self._heap = [entry for name in self._used if (entry := self._ready(name))]
+        heapq.heapify(self._heap)
+
+    def take_older(self, limit_ns: int) -> None:
+        """Take what was last used before a time."""
+        self.plan.horizon_ns = limit_ns
+        while self._heap and self._heap[0][0] < limit_ns:
+            self._take(heapq.heappop(self._heap)[1])
+
+    def take_contained(self, need: int) -> None:
+        """Take tails that a sibling contains, least recently used first, until need bytes are freed."""
+        tails = [tail for tail in self._marks.containers if self._is_contained(tail)]
+        for tail in sorted(tails, key=lambda tail: self._used[_name(self._marks.nodes[tail].file)]):
+            if self.plan.freed >= need:
+                return
+            self._take(tail)
+
+    def take(self, need: int) -> None:
+        """Take leaves, least recently used first, until need bytes are freed."""
+        while self._heap and self.plan.freed < need:
+            used, index = heapq.heappop(self._heap)
+            self.plan.horizon_ns = max(self.plan.horizon_ns, used)
+            self._take(index)
+
+    def _last_use(self, file: NodeFile) -> int:
+        """The mtime; one far in the future counts as the time the file came here."""
+        return file.mtime_ns if file.mtime_ns <= self._now + FUTURE_NS else min(file.ctime_ns, self._now)
+
+    def _pass_up(self) -> None:
+        """Let every node be as recently used as what is below it: newest first, so that each is passed once."""
+        used = self._used
+        for start in sorted(used, key=used.__getitem__, reverse=True):
+            time, name = used[start], start
+            while (index := self._kv.get(name, self._state.get(name))) is not None:
+                name = _above(self._marks.nodes[index].file)
+                if used.get(name, time) >= time:
+                    break
+                used[name] = time
+
+    def _ready(self, name: str) -> tuple[int, int] | None:
+        """The manifest of a node that may go next: its state before its KV, and none while anything is below it."""
+        if self._waiting[name]:
+            return None
+        for index in (self._state.get(name), self._kv.get(name)):
+            if index is not None and index not in self._taken:
+                return self._used[name], index
+        return None
+
+    def _take(self, index: int) -> None:
+        """Plan to remove a manifest, and let what waited for it be taken. What must stay keeps its ancestors too."""
+        if index in self._taken or not self._allowed(index):
+            return
+        node = self._marks.nodes[index]
+        self._taken.add(index)
+        self.plan.victims.append(index)
+        self.plan.freed += node.file.allocated
+        for digest in {digest for digest, _ in node.blocks}:
+            self._dropped[digest] += 1
+            block = self._blocks.get(digest)
+            if (
+                block is not None
+                and self._dropped[digest] == self._marks.named[digest]
+                and not young(block.mtime_ns, block.ctime_ns, self._now, PROTECT_NS)
+            ):
+                self.plan.freed += block.allocated
+        self._waiting[_above(node.file)] -= 1
+        for name in (_above(node.file), _name(node.file)):
+            if entry := self._ready(name):
+                heapq.heappush(self._heap, entry)
+
+    def _allowed(self, index: int) -> bool:
+        node, now = self._marks.nodes[index], self._now
+        file = node.file
+        if self._policy.namespace not in (None, file.namespace):
+            return False
+        # What appeared during the scan was looked at too late for the sweep to notice that it gained a child.
+        if node.unreadable == "newer" or file.file in self._marks.fresh:
+            return False
+        if node.unreadable == "damaged":
+            # Served by nobody, so it costs nothing; but a copy that writes in place may still be at it.
+            if young(file.mtime_ns, file.ctime_ns, now, GRACE_NS):
+                return False
+        elif _above(file) + file.kind in self._unsure:
+            return False
+        # A lookup refreshes the KV's manifest only; the state beside it was used as much.
+        used = [file]
+        if file.kind == "state" and (beside := self._kv.get(_name(file))) is not None:
+            used.append(self._marks.nodes[beside].file)
+        return not any(
+            young(each.mtime_ns, each.ctime_ns, now, PROTECT_NS)
+            or is_protected(self._context, self._policy, each.path(self._context.layout), now)
+            for each in used
+        )
+
+    def _is_contained(self, tail: int) -> bool:
+        """Whether losing a tail costs nothing; see rule 3 of this module."""
+        name = _name(self._marks.nodes[tail].file)
+        if name in self._state:
+            return False
+        return any(
+            longer not in self._taken
+            and self._used[_name(self._marks.nodes[longer].file)] >= self._used[name]
+            and all(self._is_whole(digest, size) for digest, size in self._marks.nodes[longer].blocks)
+            for longer in self._marks.containers[tail]
+        )
+
+    def _is_whole(self, digest: bytes, size: int) -> bool:
+        block = self._blocks.get(digest)
+        return (
+            block is not None and block.size == size and self._context.layout.block(digest) not in self._context.damaged
+        )
+
+
+def is_protected(context: Context, policy: Policy, path: Path, now_ns: int) -> bool:
+    """Whether the caller protects a manifest, or this process restored or published it just now.
+
+    The latter beside the file's own times, because a lookup refreshes those at most once an hour.
+    """
+    return path in policy.protect or now_ns - context.recent.get(path, now_ns - PROTECT_NS) < PROTECT_NS
+
+
+def _name(file: NodeFile) -> str:
+    return file.namespace + file.key
+
+
+def _above(file: NodeFile) -> str:
+    return file.namespace + file.parent

@@ -1,0 +1,322 @@
+"""Reclaim space: remove garbage, and what was used least recently when the directory is over its budget.
+
+Mark and sweep. Marking looks at every file and reads every manifest, without a lock, and takes as long as it takes;
+sweeping holds the publish lock for milliseconds at a time. All the while the directory goes on changing. This is why
+nothing is lost, whatever any clock says:
+
+- A publisher touches everything that its new manifest stands on, blocks and the parent's manifest, under the publish
+  lock and before it renames. The sweep looks again under that lock and leaves what was touched since it was looked at.
+- Between looking at the times and listing the manifests that are to be marked, a collection takes the publish lock once
+  (the fence). A manifest renamed before the fence is listed, so its blocks and its parent are in use; one renamed after
+  it was preceded by touches that the sweep sees.
+- A publisher that comes after the sweep finds under the lock that something is missing, and fails before its commit
+  point.
+- A lookup refreshes a node's time, and the sweep leaves it for the same reason. Within the hour in which a lookup does
+  not, the files it opened survive their names, and what this process looked up is protected by path.
+
+New files are young besides, and nothing young is removed (eviction.PROTECT_NS, eviction.GRACE_NS): that keeps what was
+just used, and what comes without the protocol, as rsync does.
+
+Order of removal: manifests, children before parents; then a sync of their folders; then blocks that no manifest names.
+So a kill anywhere leaves a valid directory, with unreferenced blocks at worst, which a later collection removes. A
+power cut may also bring a child back without its parent (a sync for every generation would cost a hundred times the
+rest): nothing finds it, and it is evicted in its turn.
+
+What marking cannot see stops it. An I/O error: nothing at all is removed. A manifest that is damaged or of a newer
+version: no block is taken for unreferenced that it may name, so blocks that no manifest names stay, and its siblings'
+too; the rest is collected as usual. Once a day old a damaged manifest may be evicted in its turn; `kvstore fsck
+--repair` sets it aside at once. One of a newer version is never touched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvstore.context import Context, this_process
+from kvstore.errors import KVStoreError
+from kvstore.eviction import GRACE_NS, PROTECT_NS, Plan, Policy, choose, is_protected, young
+from kvstore.locks import gc_lock
+from kvstore.marking import Marked, Marks, mark
+from kvstore.scan import HashedFile, NodeFile, Scan, appeared, free_bytes, scan, usage
+from kvstore.sweep import BATCH, Doomed, Pause, Sweeper, batches, changed, in_disk_order
+
+__all__ = ["GcReport", "Policy", "collect", "usage"]
+
+FOREIGN_STAGING_NS = 24 * 3600 * 10**9
+"""A staging folder of another machine (a shared volume) is stale after this long: whether its process runs cannot be
+asked, and a staged file is written and renamed within seconds."""
+
+QUARANTINE_NS = 30 * 24 * 3600 * 10**9
+"""What fsck set aside is kept this long for a person to look at, and longer while there is room."""
+
+_ROUND = 8192
+"""Manifests removed before their folders are synced and their blocks follow: there are 256 folders a namespace to sync,
+so the more share one the better; a kill in between leaves the blocks of these for a later collection."""
+
+
+@dataclass
+class GcReport:
+    """What a collection did, or with dry_run would do. Bytes are those allocated on disk.
+
+    before_bytes and after_bytes: the whole directory. nodes, states: manifests removed. blocks: removed, orphans (that
+    no manifest named) included. staging, quarantined, tokenizations: removed. skipped: left because they changed since
+    the mark. failed: could not be removed. waiting: blocks that no manifest names but that must stay for now. damaged:
+    manifests whose references are unknown. foreign: files that are not kvstore's. unmet_bytes: still missing to what
+    the policy asked for. busy: another collection runs and nothing was done. error: one sentence, why it stopped; what
+    was removed until then is counted.
+    """
+
+    dry_run: bool = False
+    busy: bool = False
+    error: str = ""
+    before_bytes: int = 0
+    after_bytes: int = 0
+    freed_bytes: int = 0
+    unmet_bytes: int = 0
+    nodes: int = 0
+    states: int = 0
+    blocks: int = 0
+    orphans: int = 0
+    staging: int = 0
+    quarantined: int = 0
+    tokenizations: int = 0
+    skipped: int = 0
+    failed: int = 0
+    waiting: int = 0
+    damaged: int = 0
+    foreign: int = 0
+    mark_seconds: float = 0.0
+    sweep_seconds: float = 0.0
+
+
+def collect(context: Context, policy: Policy | None = None, *, pause: Pause = lambda _: None) -> GcReport:
+    """Collect once. Never raises for what the directory or the file system does: see GcReport.error.
+
+    A dry run takes no lock and works on a directory that cannot be written. pause is called at named points: scanned,
+    marked, planned, batch (a lock was released), unnamed (manifests are gone, their blocks not yet).
+    """
+    policy = policy or Policy()
+    report = GcReport(dry_run=policy.dry_run)
+    collection = _Collection(context, policy, report, pause)
+    try:
+        if policy.dry_run:
+            collection.run()
+        else:
+            with gc_lock(context.layout) as mine:
+                report.busy = not mine
+                if mine:
+                    collection.run()
+    except (OSError, KVStoreError) as error:
+        report.error = _sentence(error)
+    return report
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"stopped, because {where}{error.strerror or error}"
+    return f"stopped, because {error}"
+
+
+class _Collection:
+    """One run of collect."""
+
+    def __init__(self, context: Context, policy: Policy, report: GcReport, pause: Pause) -> None:
+        self._context = context
+        self._policy = policy
+        self._report = report
+        self._pause = pause
+        self._sweeper = Sweeper(context, pause, dry_run=policy.dry_run)
+        self._now = context.clock()
+        self._free = 0
+        self._of_namespace = 0
+
+    def run(self) -> None:
+        """Mark, plan and sweep. Errors end it early and are reported."""
+        report, sweeper = self._report, self._sweeper
+        started = time.monotonic()
+        try:
+            found, marks = self._look()
+            report.mark_seconds = time.monotonic() - started
+            self._pause("marked")
+            self._reclaim(found, marks)
+        except (OSError, KVStoreError) as error:
+            report.error = _sentence(error)
+        report.sweep_seconds = time.monotonic() - started - report.mark_seconds
+        report.freed_bytes = sweeper.freed
+        report.after_bytes = report.before_bytes - sweeper.freed
+        report.skipped, report.failed = sweeper.skipped, sweeper.failed
+        if not report.dry_run:
+            self._context.counters.add(collected_nodes=report.nodes, collected_bytes=report.freed_bytes)
+
+    def _look(self) -> tuple[Scan, Marks]:
+        """All files, and what the manifests name."""
+        report, policy = self._report, self._policy
+        found = scan(self._context)
+        report.before_bytes = found.tally.allocated
+        report.foreign = found.tally.foreign
+        self._pause("scanned")
+        with self._sweeper.lock():  # the fence
+            pass
+        marks = mark(self._context, found.nodes, appeared(self._context.layout, found.nodes))
+        report.damaged = len(marks.unreadable)
+        if policy.min_free is not None:
+            self._free = free_bytes(self._context)
+        if policy.namespace is not None:
+            self._of_namespace = _namespace_bytes(policy.namespace, found, marks)
+        return found, marks
+
+    def _reclaim(self, found: Scan, marks: Marks) -> None:
+        self._remove_staging(found)
+        self._remove_orphans(found, marks)
+        _, need = self._missing()
+        if need > 0:
+            need -= self._remove_quarantined(found, need)
+        plan = choose(self._context, marks, found.blocks, self._policy, need=need, now_ns=self._now)
+        self._pause("planned")
+        self._remove_nodes(plan, found, marks)
+        self._remove_tokenizations(found, plan)
+        self._report.unmet_bytes, _ = self._missing()
+
+    def _missing(self) -> tuple[int, int]:
+        """Bytes still to free until the policy is met, and until there is a tenth to spare.
+
+        The tenth is for the next writes: without it each of them would set off a collection of its own.
+        """
+        policy, freed = self._policy, self._sweeper.freed
+        unmet = need = 0
+        if policy.size is not None:
+            used = self._report.before_bytes - freed if policy.namespace is None else self._of_namespace
+            if used > policy.size:
+                unmet, need = used - policy.size, used - policy.size * 9 // 10
+        if policy.min_free is not None and self._free + freed < policy.min_free:
+            unmet = max(unmet, policy.min_free - self._free - freed)
+            need = max(need, policy.min_free * 11 // 10 - self._free - freed)
+        return unmet, need
+
+    def _remove_staging(self, found: Scan) -> None:
+        """Remove folders that killed processes left. Those of running ones are left alone, however old.
+
+        Even one whose owner is surely gone must have rested: in a container the same process number may be another's.
+        """
+        host = this_process().host
+        for folder in found.staging:
+            here = folder.owner.host == host
+            if young(folder.newest_ns, folder.newest_ns, self._now, PROTECT_NS if here else FOREIGN_STAGING_NS):
+                continue
+            if not here or folder.owner.surely_gone():
+                self._report.staging += self._sweeper.remove_folder(folder.path, folder.allocated)
+
+    def _remove_orphans(self, found: Scan, marks: Marks) -> None:
+        """Remove blocks that no manifest names, once they are past grace, and only when every manifest was read."""
+        orphans = [block for digest, block in found.blocks.items() if digest not in marks.named]
+        old = [block for block in orphans if not young(block.mtime_ns, block.ctime_ns, self._now, GRACE_NS)]
+        if marks.unreadable:
+            old = []
+        self._report.waiting = len(orphans) - len(old)
+        self._report.orphans = self._remove_blocks(old)
+
+    def _remove_quarantined(self, found: Scan, need: int) -> int:
+        """Remove what was set aside long ago, oldest first, until need bytes are freed; returns how many were."""
+        before = self._sweeper.freed
+        for file in sorted(found.quarantine, key=lambda file: file.ctime_ns):
+            if self._sweeper.freed - before >= need:
+                break
+            if not young(file.mtime_ns, file.ctime_ns, self._now, QUARANTINE_NS):
+                self._report.quarantined += self._sweeper.remove(Doomed(*file))
+        return self._sweeper.freed - before
+
+    def _remove_nodes(self, plan: Plan, found: Scan, marks: Marks) -> None:
+        """Remove the victims, and the blocks that nothing names any more."""
+        kept: set[str] = set()
+        beside = _kv_beside_states(plan, marks)
+        for victims in batches(plan.victims, _ROUND):
+            before = self._sweeper.freed
+            unnamed: list[HashedFile] = []
+            # In this order: children's before their parents', as far as they differ.
+            folders: dict[tuple[str, str], None] = {}
+            for batch in batches(in_disk_order(victims, marks), BATCH):
+                with self._sweeper.lock():
+                    for index in batch:
+                        node = marks.nodes[index]
+                        name, above = node.file.namespace + node.file.key, node.file.namespace + node.file.parent
+                        # What stays keeps its ancestors: a child is never without its parent, nor a state without KV.
+                        if name in kept or not self._remove_manifest(node.file, beside.get(index)):
+                            kept.update((name, above))
+                            continue
+                        folders[node.file.namespace, node.file.parent[:2]] = None
+                        unnamed.extend(_drop(node, found, marks))
+                self._sweeper.released()
+            for folder in folders:
+                self._sweeper.sync(self._context.layout.node_folder(*folder))
+            self._pause("unnamed")
+            self._remove_blocks(
+                [block for block in unnamed if not young(block.mtime_ns, block.ctime_ns, self._now, PROTECT_NS)]
+            )
+            self._of_namespace -= self._sweeper.freed - before
+
+    def _remove_manifest(self, file: NodeFile, beside: NodeFile | None) -> bool:
+        """Remove a victim if it is still one. beside: for a state, the KV's manifest, which shows that it was used."""
+        used = [Doomed.node(self._context.layout, each) for each in (file, beside) if each is not None]
+        now = self._context.clock()
+        if any(is_protected(self._context, self._policy, each.path, now) for each in used) or changed(used[-1]):
+            self._sweeper.skipped += 1
+            return False
+        if not self._sweeper.remove(used[0]):
+            return False
+        self._report.nodes += file.kind == "kv"
+        self._report.states += file.kind == "state"
+        return True
+
+    def _remove_blocks(self, blocks: list[HashedFile]) -> int:
+        """Remove blocks, neighbours on disk together (see in_disk_order); how many went."""
+        folder = self._context.layout.blocks
+        blocks.sort(key=lambda block: block.inode)
+        removed = self._sweeper.remove_all([Doomed.hashed(folder, block) for block in blocks])
+        self._report.blocks += removed
+        return removed
+
+    def _remove_tokenizations(self, found: Scan, plan: Plan) -> None:
+        """Remove tokenizations not used since the last node that went, and more when only they are left to go.
+
+        They cost little to make again, but they take little too: they go with their conversations, not before them.
+        """
+        if self._policy.namespace is not None:
+            return
+        folder = self._context.layout.tokens
+        old = sorted((file.mtime_ns, file) for file in found.tokenizations)
+        for batch in batches(old, BATCH):
+            with self._sweeper.lock():
+                for used, file in batch:
+                    if used >= plan.horizon_ns and not self._missing()[0]:
+                        return
+                    if not young(file.mtime_ns, file.ctime_ns, self._now, PROTECT_NS):
+                        self._report.tokenizations += self._sweeper.remove(Doomed.hashed(folder, file))
+            self._sweeper.released()
+
+
+def _kv_beside_states(plan: Plan, marks: Marks) -> dict[int, NodeFile]:
+    """For each state among the victims, the manifest of its node's KV."""
+    files = {index: marks.nodes[index].file for index in plan.victims}
+    states = {file.namespace + file.key: index for index, file in files.items() if file.kind == "state"}
+    if not states:
+        return {}
+    kvs = (node.file for node in marks.nodes if node.file.kind == "kv")
+    return {states[name]: file for file in kvs if (name := file.namespace + file.key) in states}
+
+
+def _drop(node: Marked, found: Scan, marks: Marks) -> Iterator[HashedFile]:
+    """Forget a removed manifest's references; the blocks that no manifest names now."""
+    for digest in {digest for digest, _ in node.blocks}:
+        marks.named[digest] -= 1
+        if not marks.named[digest] and digest in found.blocks:
+            yield found.blocks[digest]
+
+
+def _namespace_bytes(namespace: str, found: Scan, marks: Marks) -> int:
+    """Bytes on disk of a namespace's manifests and of the blocks they name."""
+    nodes = [node for node in marks.nodes if node.file.namespace == namespace]
+    digests = {digest for node in nodes for digest, _ in node.blocks if digest in found.blocks}
+    return sum(node.file.allocated for node in nodes) + sum(found.blocks[digest].allocated for digest in digests)

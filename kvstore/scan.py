@@ -1,0 +1,365 @@
+"""One pass over a cache directory: every manifest and block with its times, and what the whole directory takes on disk.
+
+For the commands that work on a whole directory (gc, ls, fsck); a lookup or a publish never comes here. Made for a
+million nodes: folders are read relative to their descriptor and files come out as plain tuples (2 us a file).
+
+Reads only, opens no file, follows no link. What kvstore did not write (.DS_Store, ._x, .nfs*, rsync temporaries,
+conflicted copies) is counted and otherwise left alone; so is a manifest or block in a folder where no lookup would
+find it. OSError is raised for anything but a file that vanished meanwhile: a collector that could not see part of the
+directory must know it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from kvstore.context import Context, Owner
+from kvstore.fs import allocated_bytes
+from kvstore.layout import FANOUT, Kind, Layout, NodeName
+
+__all__ = [
+    "HashedFile",
+    "NodeFile",
+    "Scan",
+    "SetAside",
+    "StagingFolder",
+    "Tally",
+    "appeared",
+    "free_bytes",
+    "nodes",
+    "scan",
+    "usage",
+]
+
+_FANOUT = frozenset(FANOUT)
+_KEY_END = 1 + 18  # what follows the key in a manifest's name before its suffix: "-<rungs>"
+_PARENT = slice(0, 32)
+_QUARANTINED = re.compile(r"(?:[0-9a-f]+\.)?(.+)")
+
+
+class NodeFile(NamedTuple):
+    """One manifest file. Its name is kept as one string and cut when asked: a million parsed names are too many."""
+
+    namespace: str
+    file: str
+    size: int
+    allocated: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int = 0
+
+    @property
+    def kind(self) -> Kind:
+        """Which of a node's files it is."""
+        return cast("Kind", self.file.rpartition(".")[2])
+
+    @property
+    def parent(self) -> str:
+        """The parent's key as names carry it."""
+        return self.file[_PARENT]
+
+    @property
+    def key(self) -> str:
+        """The node's key as names carry it."""
+        end = self.file.rindex(".") - _KEY_END
+        return self.file[end - 32 : end]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens the node covers."""
+        return int(self.file[33 : self.file.index("-", 33)])
+
+    @property
+    def rungs(self) -> str:
+        """Short hashes of the node's first tokens."""
+        end = self.file.rindex(".")
+        return self.file[end - 18 : end]
+
+    @property
+    def name(self) -> NodeName:
+        """The parsed name."""
+        found = NodeName.parse(self.file)
+        assert found is not None
+        return found[0]
+
+    def path(self, layout: Layout) -> Path:
+        """Where the manifest lies."""
+        return layout.manifest(self.namespace, self.file)
+
+
+class HashedFile(NamedTuple):
+    """One file with a hash for its name: a block (by its digest) or a tokenization (by its key)."""
+
+    digest: bytes
+    size: int
+    allocated: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int = 0
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return self.digest.hex()
+
+
+class StagingFolder(NamedTuple):
+    """One process's folder below tmp/. newest_ns: the latest mtime or ctime of it and of anything in it."""
+
+    path: Path
+    owner: Owner
+    allocated: int
+    newest_ns: int
+
+
+class SetAside(NamedTuple):
+    """One file of ours in quarantine/."""
+
+    path: Path
+    allocated: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a pass adds up on its way. allocated: bytes on disk, folders included. foreign: files that are not ours."""
+
+    allocated: int = 0
+    foreign: int = 0
+
+
+@dataclass(slots=True)
+class Scan:
+    """A cache directory at one moment, in bytes allocated on disk."""
+
+    blocks: dict[bytes, HashedFile]
+    nodes: list[NodeFile]
+    tokenizations: list[HashedFile]
+    staging: list[StagingFolder]
+    quarantine: list[SetAside]
+    tally: Tally = field(default_factory=Tally)
+
+
+def scan(context: Context) -> Scan:
+    """Everything in the directory. Raises OSError when a part of it cannot be seen.
+
+    Blocks come before manifests: a block whose manifest appears during the scan is then a referenced one, not an
+    orphan.
+    """
+    layout, tally = context.layout, Tally()
+    _count_rest(layout, tally)
+    return Scan(
+        {block.digest: block for block in blocks(layout, tally)},
+        list(nodes(layout, tally)),
+        list(tokenizations(layout, tally)),
+        list(_staging(layout, tally)),
+        list(_quarantine(layout, tally)),
+        tally,
+    )
+
+
+def usage(context: Context) -> int:
+    """Bytes that the whole directory takes on disk, whatever is in it. Raises OSError."""
+    return _tree(context.layout.root)
+
+
+def free_bytes(context: Context) -> int:
+    """Bytes that this user can still write to the directory's file system. Raises OSError."""
+    status = os.statvfs(context.layout.root)
+    return status.f_bavail * status.f_frsize
+
+
+def blocks(layout: Layout, tally: Tally) -> Iterator[HashedFile]:
+    """All blocks."""
+    return _hashed(layout.blocks, tally)
+
+
+def tokenizations(layout: Layout, tally: Tally) -> Iterator[HashedFile]:
+    """All tokenizations."""
+    return _hashed(layout.tokens, tally)
+
+
+def _hashed(above: Path, tally: Tally) -> Iterator[HashedFile]:
+    is_hash, from_hex, new = Layout.is_block_name, bytes.fromhex, HashedFile._make
+    for folder in _fanout(above, tally, links_are_errors=False):
+        start = folder.name
+        for found in _files(folder, tally):
+            name = found[0]
+            if is_hash(name) and name.startswith(start):
+                yield new((from_hex(name), *found[1:]))
+            else:
+                tally.foreign += 1
+
+
+def nodes(layout: Layout, tally: Tally) -> Iterator[NodeFile]:
+    """All manifests, namespace after namespace.
+
+    A link in place of one of our folders raises: a lookup would follow it, so the blocks of what lies behind it must
+    not be taken for unreferenced, and deleting behind it could reach another store.
+    """
+    is_node, new = NodeName.is_file_name, NodeFile._make
+    for entry in _entries(layout.nodes, tally):
+        namespace = entry.name
+        if not Layout.is_namespace_id(namespace) or not _is_folder(entry, layout.nodes):
+            _count_foreign(entry, layout.nodes, tally)
+            continue
+        for folder in _fanout(layout.nodes / namespace, tally, links_are_errors=True):
+            start = folder.name
+            for found in _files(folder, tally):
+                if is_node(found[0]) and found[0].startswith(start):
+                    yield new((namespace, *found))
+                else:
+                    tally.foreign += 1
+
+
+def appeared(layout: Layout, known: Sequence[NodeFile]) -> list[NodeFile]:
+    """Manifests that are there and not among those known: names are listed again, and only new ones looked at."""
+    names: dict[str, set[str]] = {}
+    for file in known:
+        names.setdefault(file.namespace, set()).add(file.file)
+    found = []
+    for namespace in filter(Layout.is_namespace_id, os.listdir(layout.nodes)):
+        old = names.get(namespace, set())
+        for folder in _fanout(layout.nodes / namespace, Tally(), links_are_errors=True):
+            if not old.issuperset(os.listdir(folder)):
+                files = (NodeFile._make((namespace, *file)) for file in _files(folder, Tally()) if file[0] not in old)
+                found += [file for file in files if NodeName.is_file_name(file.file) and file.parent[:2] == folder.name]
+    return found
+
+
+def _fanout(above: Path, tally: Tally, *, links_are_errors: bool) -> Iterator[Path]:
+    """The two-digit folders below a folder."""
+    for entry in _entries(above, tally):
+        if entry.name not in _FANOUT or not _is_folder(entry, above, links_are_errors=links_are_errors):
+            _count_foreign(entry, above, tally)
+        else:
+            yield above / entry.name
+
+
+def _is_folder(entry: os.DirEntry[str], above: Path, *, links_are_errors: bool = True) -> bool:
+    if links_are_errors and entry.is_symlink():
+        raise NotADirectoryError(errno.ENOTDIR, "is a link where a folder belongs", str(above / entry.name))
+    return entry.is_dir(follow_symlinks=False)
+
+
+def _files(folder: Path, tally: Tally) -> list[tuple[str, int, int, int, int, int]]:
+    """Name, size, allocated bytes, mtime, ctime and inode of a folder's regular files. Anything else is foreign.
+
+    The loop that a scan consists of: a list, because a generator's turn a file would cost as much as the rest.
+    """
+    files = []
+    total, is_regular = 0, stat.S_ISREG
+    for entry in _entries(folder, tally):
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        if is_regular(status.st_mode):
+            allocated = status.st_blocks * 512
+            total += allocated
+            times = status.st_mtime_ns, status.st_ctime_ns
+            files.append((entry.name, status.st_size, allocated, *times, status.st_ino))
+        else:
+            _count_foreign(entry, folder, tally)
+    tally.allocated += total
+    return files
+
+
+def _entries(folder: Path, tally: Tally) -> Iterator[os.DirEntry[str]]:
+    """Entries of a folder, which itself is counted; none when it vanished.
+
+    Relative to the folder's descriptor: a stat then walks one name instead of seven.
+    """
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        tally.allocated += allocated_bytes(os.fstat(fd))
+        with os.scandir(fd) as entries:
+            yield from entries
+    finally:
+        os.close(fd)
+
+
+def _count_foreign(entry: os.DirEntry[str], above: Path, tally: Tally) -> None:
+    tally.foreign += 1
+    try:
+        if entry.is_dir(follow_symlinks=False):
+            tally.allocated += _tree(above / entry.name)
+        else:
+            tally.allocated += allocated_bytes(entry.stat(follow_symlinks=False))
+    except FileNotFoundError:
+        return
+
+
+def _tree(root: Path) -> int:
+    """Allocated bytes of a folder and all below it, by a stack: the depth of a foreign tree is not ours to trust."""
+    tally = Tally()
+    stack = [root]
+    while stack:
+        folder = stack.pop()
+        for entry in _entries(folder, tally):
+            try:
+                if entry.is_dir(follow_symlinks=False):
+                    stack.append(folder / entry.name)
+                else:
+                    tally.allocated += entry.stat(follow_symlinks=False).st_blocks * 512
+            except FileNotFoundError:
+                continue
+    return tally.allocated
+
+
+def _count_rest(layout: Layout, tally: Tally) -> None:
+    """Count what lies beside the folders that are looked at one by one."""
+    objects = layout.blocks.parent
+    known = {folder.name for folder in layout.folders} | {layout.config.name, layout.tag.name}
+    for above, alone in (
+        (layout.root, {objects, layout.tmp, layout.quarantine}),
+        (objects, {layout.blocks, layout.nodes, layout.tokens}),
+    ):
+        for entry in _entries(above, tally):
+            if above / entry.name not in alone:
+                _count_foreign(entry, above, tally)
+                tally.foreign -= entry.name in known
+    for entry in _entries(layout.namespaces, Tally()):
+        stem, _, suffix = entry.name.partition(".")
+        tally.foreign += suffix != "json" or not Layout.is_namespace_id(stem)
+
+
+def _staging(layout: Layout, tally: Tally) -> Iterator[StagingFolder]:
+    for entry in _entries(layout.tmp, tally):
+        owner = Owner.parse(entry.name)
+        if owner is None or not entry.is_dir(follow_symlinks=False):
+            _count_foreign(entry, layout.tmp, tally)
+            continue
+        path = layout.tmp / entry.name
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        newest = max(status.st_mtime_ns, status.st_ctime_ns)
+        inside = Tally()
+        for _, _, _, mtime_ns, ctime_ns, _ in _files(path, inside):
+            newest = max(newest, mtime_ns, ctime_ns)
+        tally.allocated += inside.allocated
+        tally.foreign += inside.foreign
+        yield StagingFolder(path, owner, inside.allocated, newest)
+
+
+def _quarantine(layout: Layout, tally: Tally) -> Iterator[SetAside]:
+    for name, _, allocated, mtime_ns, ctime_ns, _ in _files(layout.quarantine, tally):
+        # A file set aside keeps its name behind the time it was set aside at.
+        match = _QUARANTINED.fullmatch(name)
+        if match is None or not (NodeName.is_file_name(match[1]) or Layout.is_block_name(match[1])):
+            tally.foreign += 1
+            continue
+        yield SetAside(layout.quarantine / name, allocated, mtime_ns, ctime_ns)

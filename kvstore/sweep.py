@@ -1,0 +1,179 @@
+"""Remove files in short holds of the publish lock, and only those that are still as they were seen.
+
+How files go; which, is the business of gc. Every removal of a collection passes through here: a dry run is the same
+walk with nothing removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import NamedTuple, TypeAlias, TypeVar
+
+from kvstore.context import Context
+from kvstore.layout import Layout
+from kvstore.locks import publish_lock
+from kvstore.marking import Marks
+from kvstore.scan import HashedFile, NodeFile
+
+__all__ = ["BATCH", "Doomed", "Pause", "Sweeper", "batches", "changed", "in_disk_order"]
+
+Pause: TypeAlias = Callable[[str], None]
+"""Called with the name of the point that a collection has reached; a test makes something happen there."""
+
+BATCH = 64
+"""Files removed under one hold of the publish lock: about a millisecond."""
+
+_PAUSE_S = 0.001
+"""Given to waiting publishers between two holds: they ask again every 5 ms and would find the lock always taken."""
+
+_PASSED_OVER = {errno.EACCES, errno.EPERM, errno.EBUSY, errno.EISDIR, errno.ENOTEMPTY, errno.ENOTDIR}
+"""What concerns one file only (another user's, or a folder in its place); anything else is the disk's and ends it."""
+
+_T = TypeVar("_T")
+
+
+class Doomed(NamedTuple):
+    """A file to remove, if its times are still those that were seen."""
+
+    path: Path
+    allocated: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @staticmethod
+    def node(layout: Layout, file: NodeFile) -> Doomed:
+        """A manifest."""
+        return Doomed(file.path(layout), file.allocated, file.mtime_ns, file.ctime_ns)
+
+    @staticmethod
+    def hashed(folder: Path, file: HashedFile) -> Doomed:
+        """A block or a tokenization."""
+        name = file.name
+        return Doomed(Path(f"{folder}/{name[:2]}/{name}"), file.allocated, file.mtime_ns, file.ctime_ns)
+
+
+class Sweeper:
+    """Removes files and counts: freed bytes on disk, files skipped because they changed, and those it failed at."""
+
+    def __init__(self, context: Context, pause: Pause, *, dry_run: bool) -> None:
+        self._context = context
+        self._pause = pause
+        self.dry_run = dry_run
+        self.freed = 0
+        self.skipped = 0
+        self.failed = 0
+
+    def lock(self) -> AbstractContextManager[None]:
+        """The publish lock."""
+        return nullcontext() if self.dry_run else publish_lock(self._context.layout)
+
+    def released(self) -> None:
+        """Let others have the lock that was just released."""
+        self._pause("batch")
+        if not self.dry_run:
+            time.sleep(_PAUSE_S)
+
+    def remove(self, file: Doomed) -> bool:
+        """Remove a file that did not change, with the lock held. True when it is gone, whoever removed it."""
+        if not self.dry_run:
+            try:
+                if changed(file):
+                    self.skipped += 1
+                    return False
+                self._context.fs.unlink(file.path)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                self.fail(error)
+                return False
+            if self._context.damaged:
+                self._context.damaged.discard(file.path)
+        self.freed += file.allocated
+        return True
+
+    def remove_all(self, files: Sequence[Doomed]) -> int:
+        """Remove files that nothing refers to, a batch at a time; how many went."""
+        removed = 0
+        for batch in batches(files, BATCH):
+            with self.lock():
+                removed += sum(self.remove(file) for file in batch)
+            self.released()
+        return removed
+
+    def remove_folder(self, path: Path, allocated: int) -> bool:
+        """Remove a staging folder and its files; it belongs to nobody, so no lock is needed."""
+        try:
+            if not self.dry_run:
+                for name in os.listdir(path):
+                    self._context.fs.unlink(path / name)
+                self._context.fs.remove_dir(path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            self.fail(error)
+            return False
+        self.freed += allocated
+        return True
+
+    def sync(self, folder: Path) -> None:
+        """Make removals in a folder durable."""
+        if not self.dry_run:
+            self._context.fs.sync_dir(folder)
+
+    def fail(self, error: OSError) -> None:
+        """Count what could not be removed; raises the error when it is not about that file alone."""
+        if error.errno not in _PASSED_OVER:
+            raise error
+        self.failed += 1
+
+
+def changed(file: Doomed) -> bool:
+    """Whether a file was touched or replaced since it was looked at. One that is gone is not. Raises OSError."""
+    try:
+        status = os.stat(file.path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return (status.st_mtime_ns, status.st_ctime_ns) != (file.mtime_ns, file.ctime_ns)
+
+
+def in_disk_order(victims: Sequence[int], marks: Marks) -> list[int]:
+    """The same victims, last inode first, but children before their parents and states before their KV all the same.
+
+    Neighbours on disk share the metadata that a removal writes: four times as fast on ext4 as in the order of use. A
+    child was written after its parent as a rule, so the one order hardly disturbs the other.
+    """
+    files = {index: marks.nodes[index].file for index in victims}
+    # What must go before a file, by the name of a node (for both of its files) or with the kind behind it.
+    before: dict[str, list[int]] = {}
+    for index, file in files.items():
+        before.setdefault(file.namespace + file.parent, []).append(index)
+        if file.kind == "state":
+            before.setdefault(file.namespace + file.key + "kv", []).append(index)
+    order: list[int] = []
+    done: set[int] = set()
+    for last in sorted(victims, key=lambda index: files[index].inode, reverse=True):
+        stack = [last]
+        while stack:
+            index = stack[-1]
+            name = files[index].namespace + files[index].key
+            first = [*before.get(name, ()), *before.get(name + files[index].kind, ())]
+            waiting = [each for each in first if each not in done]
+            if waiting:
+                stack += waiting
+                continue
+            stack.pop()
+            if index not in done:
+                done.add(index)
+                order.append(index)
+    return order
+
+
+def batches(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
+    """Items in runs of at most size."""
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

@@ -1,0 +1,268 @@
+"""The commands ls and gc as people and programs use them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from core_support import INFO, open_store
+from gc_support import TENANT, blocks, check_valid, manifests, prompt, publish, set_used, space_of
+from typer.testing import CliRunner
+
+import kvstore.cli.gc
+import kvstore.cli.ls
+from kvstore.cli.app import app
+from kvstore.locks import gc_lock
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    with open_store(tmp_path / "s") as store:
+        space = space_of(store)
+        for seed, age in ((1, 5000), (2, 100_000)):
+            publish(space, prompt(20 + 16 * seed, seed))
+            set_used(store, space, prompt(20 + 16 * seed, seed), age)
+    return tmp_path / "s"
+
+
+@pytest.fixture
+def nothing_is_young(monkeypatch):
+    """A command has the real clock, and a test has no minute to wait."""
+    for module in ("eviction", "gc"):
+        monkeypatch.setattr(f"kvstore.{module}.PROTECT_NS", 0)
+
+
+def run(*arguments: object, code: int = 0):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def sentence(*arguments: object, code: int = 1) -> str:
+    """What a failing command says, which must be one line on stderr and nothing on stdout."""
+    result = run(*arguments, code=code)
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith("kvstore: ")
+    return result.stderr.strip()
+
+
+def test_ls_shows_a_row_a_conversation_last_used_first(path):
+    lines = run("ls", path).stdout.splitlines()
+    assert lines[0].split() == ["model", "namespace", "key", "tokens", "nodes", "size", "own", "last", "used"]
+    rows = [line.split() for line in lines[1:]]
+    assert [row[:3] for row in rows] == [["a", "test", INFO.id[:12]]] * 2
+    assert [row[4:6] for row in rows] == [["36", "3"], ["52", "4"]]
+    assert [row[-2:] for row in rows] == [["1", "h"], ["27", "h"]]
+
+
+@pytest.mark.parametrize(("sort", "tokens"), [("age", [36, 52]), ("tokens", [52, 36]), ("bytes", [52, 36])])
+def test_ls_sorts(path, sort, tokens):
+    document = json.loads(run("ls", path, "--json", "--sort", sort).stdout)
+    assert [each["tokens"] for each in document["conversations"]] == tokens
+
+
+def test_ls_json_has_the_documented_shape(path):
+    document = json.loads(run("ls", path, "--json").stdout)
+    assert document["directory"] == str(path)
+    assert document["damaged"] == document["foreign"] == 0
+    with open_store(path) as store:
+        space = space_of(store)
+        step = space.lookup(prompt(36, 1)).steps[-1]
+    each = document["conversations"][0]
+    assert each == {
+        "namespace": INFO.id,
+        "label": "a test",
+        "key": step.name.key,
+        "tokens": 36,
+        "nodes": 3,
+        "bytes": each["bytes"],
+        "own_bytes": each["bytes"],
+        "used": step.mtime_ns / 1e9,
+        "resumable": False,
+        "complete": True,
+    }
+    documented = Path(kvstore.cli.ls.__file__).read_text().split('"""')[1]
+    assert all(f'"{key}"' in documented for key in [*document, *each])
+
+
+def test_ls_of_an_empty_directory_says_so(tmp_path):
+    open_store(tmp_path / "s").close()
+    assert run("ls", tmp_path / "s").stdout == f"{tmp_path / 's'} holds no conversation yet.\n"
+    assert json.loads(run("ls", tmp_path / "s", "--json").stdout)["conversations"] == []
+
+
+def test_ls_chooses_namespaces_by_their_beginning(path):
+    with open_store(path) as store:
+        publish(space_of(store, TENANT), prompt(9))
+    document = json.loads(run("ls", path, "--json", "--namespace", TENANT.id[:8].upper()).stdout)
+    assert [each["label"] for each in document["conversations"]] == ["another"]
+    assert "no namespace begins with 'xyz'" in sentence("ls", path, "--namespace", "xyz")
+
+
+def test_ls_never_obeys_a_label(path):
+    description = next((path / "namespaces").iterdir())
+    evil = {"label": "[red]\x1b[2J\u202e:smile:\ud800\n" + "x" * 5000}
+    description.write_text(json.dumps(evil))
+    output = run("ls", path).stdout
+    assert "\x1b" not in output
+    assert "\u202e" not in output
+    assert "[red]?[2J?:smile:??" in output
+    assert len(output.splitlines()) == 3
+    json.loads(run("ls", path, "--json").stdout)
+
+
+def test_ls_names_damage(path):
+    manifest = manifests(path)[0]
+    manifest.write_bytes(b"x")
+    result = run("ls", path)
+    assert "1 damaged manifest" in result.stderr
+    assert "kvstore fsck" in result.stderr
+    assert json.loads(run("ls", path, "--json").stdout)["damaged"] == 1
+
+
+def test_gc_without_a_limit_removes_garbage_and_says_so(path):
+    before = manifests(path)
+    output = run("gc", path).stdout
+    assert "No limit was given" in output
+    assert "Removed nothing: 0 B." in output
+    assert manifests(path) == before
+
+
+def test_gc_by_age(path, nothing_is_young):
+    output = run("gc", path, "--older-than", "20h").stdout
+    assert "Removed 4 nodes, 4 blocks: 32.0 KiB." in output
+    assert "No limit" not in output
+    assert len(manifests(path)) == 3
+    check_valid(path)
+
+
+def test_gc_by_size(path, nothing_is_young):
+    output = run("gc", path, "--size", "1KiB").stdout
+    assert "Removed 7 nodes, 7 blocks" in output
+    assert "more would have to go" in output
+    assert blocks(path) == []
+
+
+def test_gc_protects_what_was_just_written(path):
+    output = run("gc", path, "--size", 0).stdout
+    assert "Removed nothing" in output
+    assert len(manifests(path)) == 7
+
+
+def test_gc_dry_run_and_json(path, nothing_is_young):
+    output = run("gc", path, "--size", "0", "--dry-run").stdout
+    assert "Would remove 7 nodes, 7 blocks" in output
+    assert "would take" in output
+    document = json.loads(run("gc", path, "--size", "0", "--dry-run", "--json").stdout)
+    assert (document["nodes"], document["dry_run"], document["directory"]) == (7, True, str(path))
+    assert len(manifests(path)) == 7
+    documented = Path(kvstore.cli.gc.__file__).read_text().split('"""')[1]
+    assert all(f'"{key}"' in documented for key in document)
+    assert json.loads(run("gc", path, "--size", "0", "--json").stdout)["nodes"] == 7
+    assert manifests(path) == []
+
+
+def test_gc_of_one_namespace(path, nothing_is_young):
+    with open_store(path) as store:
+        publish(space_of(store, TENANT), prompt(20))
+    run("gc", path, "--namespace", TENANT.id[:6], "--size", 0)
+    assert len(manifests(path)) == 7
+    assert "no namespace begins with" in sentence("gc", path, "--namespace", "0" * 32)
+    os.mkdir(path / "objects" / "nodes" / (INFO.id[:31] + ("0" if INFO.id[-1] != "0" else "1")))
+    assert "2 namespaces begin with" in sentence("gc", path, "--namespace", INFO.id[:31])
+
+
+def test_gc_reports_damage_with_advice(path):
+    manifests(path)[0].write_bytes(b"x")
+    output = run("gc", path).stdout
+    assert "Unreadable: 1 manifest." in output
+    assert "kvstore fsck --repair" in output
+
+
+def test_gc_beside_another_one_says_so(path):
+    with open_store(path) as store, gc_lock(store.context.layout):
+        said = sentence("gc", path, "--size", "0")
+        assert "another collection" in said
+        result = run("gc", path, "--json", code=1)
+        assert json.loads(result.stdout)["busy"] is True
+
+
+def test_gc_that_has_to_stop_says_why(path, monkeypatch):
+    def broken(context):
+        raise OSError(5, "Input/output error", "/x/y")
+
+    monkeypatch.setattr("kvstore.gc.scan", broken)
+    result = run("gc", path, code=1)
+    assert "the collection stopped, because /x/y: Input/output error" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--size", "20XB"], "'20XB' is not a size"),
+        (["--size", "-1"], "'-1' is not a size"),
+        (["--size", ""], "'' is not a size"),
+        (["--min-free", "lots"], "'lots' is not a size"),
+        (["--older-than", "30"], "'30' is not an age"),
+        (["--older-than", "1y"], "'1y' is not an age"),
+    ],
+)
+def test_a_limit_that_cannot_be_read_is_one_sentence(path, arguments, expected):
+    assert expected in sentence("gc", path, *arguments)
+
+
+@pytest.mark.parametrize("command", ["ls", "gc"])
+def test_what_is_no_cache_directory_is_one_sentence(tmp_path, command):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    assert "is not a cache directory" in sentence(command, tmp_path / "missing")
+    assert "is not a cache directory" in sentence(command, tmp_path / "folder")
+    assert "is a file" in sentence(command, tmp_path / "file")
+    assert os.listdir(tmp_path / "folder") == []
+
+
+@pytest.mark.parametrize("command", ["ls", "gc"])
+def test_a_newer_format_is_one_sentence(path, command):
+    config = json.loads((path / "kvstore.json").read_text())
+    (path / "kvstore.json").write_text(json.dumps(config | {"format": 9}))
+    assert "has format 9" in sentence(command, path)
+
+
+def test_ls_of_a_directory_that_cannot_be_read_is_one_sentence(path, monkeypatch):
+    def broken(context, namespaces):
+        raise PermissionError(13, "Permission denied", "/x")
+
+    monkeypatch.setattr("kvstore.cli.ls.listing", broken)
+    assert "permission denied" in sentence("ls", path)
+
+
+@pytest.mark.parametrize("arguments", [["--bogus"], ["--sort", "name"], []])
+def test_a_wrong_command_line_is_code_2(arguments):
+    result = CliRunner().invoke(app, ["ls", *arguments], env={"KVSTORE_DIR": None})
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+
+
+def test_the_directory_can_come_from_the_environment(path):
+    result = CliRunner().invoke(app, ["ls"], env={"KVSTORE_DIR": str(path)})
+    assert result.exit_code == 0
+    assert INFO.id[:12] in result.stdout
+
+
+def test_help_names_every_option():
+    output = run("gc", "--help").stdout
+    for option in ("--size", "--min-free", "--older-than", "--namespace", "--dry-run", "--json"):
+        assert option in output
+
+
+def test_the_command_works_as_a_program(path):
+    command = [sys.executable, "-W", "error", "-m", "kvstore", "ls", str(path), "--json"]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert len(json.loads(result.stdout)["conversations"]) == 2
+    assert result.stderr == ""

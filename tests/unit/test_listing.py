@@ -1,0 +1,192 @@
+"""Conversations as `ls` counts them: how long, how large, and what would be freed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+
+import pytest
+from core_support import INFO, open_store
+from gc_support import SECOND, TENANT, manifests, prompt, publish, set_used, space_of, state
+
+from kvstore import FileSystem
+from kvstore.listing import listing
+from kvstore.manifest import decode
+
+
+@pytest.fixture
+def store(tmp_path):
+    with open_store(tmp_path / "s") as store:
+        yield store
+
+
+def conversations(store, namespaces=None):
+    """By length."""
+    return sorted(listing(store.context, namespaces).conversations, key=lambda each: (each.tokens, each.namespace))
+
+
+def block_sizes(store) -> dict[bytes, int]:
+    return {ref.digest: ref.size for path in manifests(store.path) for ref in decode(path.read_bytes()).blocks}
+
+
+def test_an_empty_store_has_no_conversation(store):
+    found = listing(store.context)
+    assert (found.conversations, found.damaged, found.foreign) == ([], 0, 0)
+
+
+def test_one_conversation_is_its_whole_path(store):
+    space = space_of(store)
+    publish(space, prompt(40))
+    set_used(store, space, prompt(40), 500)
+    (found,) = conversations(store)
+    assert (found.namespace, found.label) == (space.id, "a test")
+    assert found.key == space.lookup(prompt(40)).steps[-1].name.key
+    assert (found.tokens, found.nodes, found.complete, found.resumable) == (40, 3, True, False)
+    assert found.size == found.own == sum(block_sizes(store).values())
+    assert abs(time.time_ns() - found.used_ns - 500 * SECOND) < 60 * SECOND
+
+
+def test_a_grown_tail_is_one_conversation(store):
+    space = space_of(store)
+    publish(space, prompt(30), 0, 16, 20, 25, 30)
+    (found,) = conversations(store)
+    assert (found.tokens, found.nodes) == (30, 2)
+    assert found.size == found.own == sum(block_sizes(store).values())
+
+
+def test_a_tail_inside_a_full_chunk_is_no_conversation(store):
+    space = space_of(store)
+    publish(space, prompt(40), 0, 9, 16, 32, 40)
+    assert [(each.tokens, each.nodes) for each in conversations(store)] == [(40, 3)]
+
+
+def test_branches_share_their_beginning(store):
+    space = space_of(store)
+    beginning = prompt(32)
+    publish(space, beginning + prompt(8, 1))
+    publish(space, beginning + prompt(20, 2), 0, 16, 32, 48, 52)
+    short, long = conversations(store)
+    assert (short.tokens, long.tokens) == (40, 52)
+    assert (short.nodes, long.nodes) == (3, 4)
+    sizes = block_sizes(store)
+    shared = sum(sizes.values()) - short.own - long.own
+    assert short.size == shared + short.own
+    assert long.size == shared + long.own
+    assert shared > 0
+    # What removing one would free is what is left named by nobody.
+    publish(space, beginning)
+    assert conversations(store) == [short, long]
+
+
+def test_tails_that_share_a_block_do_not_own_it(store):
+    space = space_of(store)
+    publish(space, prompt(14), 0, 5, 14)
+    publish(space, prompt(14)[:5] + prompt(7, 3), 0, 5, 12)
+    one, other = conversations(store)
+    sizes = sorted(block_sizes(store).values())
+    assert one.size - one.own == other.size - other.own
+    assert one.own + other.own + (one.size - one.own) == sum(sizes)
+
+
+def test_states_count_and_make_a_conversation_resumable(store):
+    space = space_of(store)
+    publish(space, prompt(40))
+    (before,) = conversations(store)
+    space.publish_state(prompt(16), state(1))
+    (middle,) = conversations(store)
+    assert middle.size > before.size
+    assert not middle.resumable
+    space.publish_state(prompt(40), state(2))
+    (after,) = conversations(store)
+    assert after.resumable
+    assert after.size == after.own == sum(block_sizes(store).values())
+
+
+def test_namespaces_are_apart_and_can_be_chosen(store):
+    publish(space_of(store), prompt(20))
+    tenant = space_of(store, TENANT)
+    publish(tenant, prompt(20))
+    assert {(each.namespace, each.label) for each in conversations(store)} == {
+        (INFO.id, "a test"),
+        (TENANT.id, "another"),
+    }
+    # Equal bytes are one block for both, and each conversation still names all of it.
+    assert [each.namespace for each in conversations(store, [tenant.id])] == [tenant.id]
+    assert conversations(store, []) == []
+
+
+def test_a_namespace_without_a_description_has_no_label(store):
+    publish(space_of(store), prompt(20))
+    path = store.context.layout.namespace_file(INFO.id)
+    for content in (b"", b"[1]", b'{"label": 7}', b"\xff", None):
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_bytes(content)
+        assert [each.label for each in conversations(store)] == [""]
+
+
+def test_a_hole_makes_a_conversation_incomplete(store):
+    space = space_of(store)
+    publish(space, prompt(60))
+    steps = space.lookup(prompt(60)).steps
+    steps[1].path.unlink()
+    first, second = conversations(store)
+    assert (first.tokens, first.nodes, first.complete) == (16, 1, True)
+    assert (second.tokens, second.nodes, second.complete) == (60, 2, False)
+
+
+def test_damaged_manifests_are_left_out_and_counted(store):
+    space = space_of(store)
+    publish(space, prompt(40))
+    last = space.lookup(prompt(40)).steps[-1].path
+    last.write_bytes(last.read_bytes()[:-1])
+    (last.parent / ".DS_Store").touch()
+    found = listing(store.context)
+    assert (found.damaged, found.foreign) == (1, 1)
+    assert [(each.tokens, each.complete) for each in found.conversations] == [(32, True)]
+
+
+def test_a_state_without_kv_is_incomplete(store):
+    space = space_of(store)
+    publish(space, prompt(9))
+    space.publish_state(prompt(9), state())
+    space.lookup(prompt(9)).steps[0].path.unlink()
+    (found,) = conversations(store)
+    assert (found.tokens, found.complete, found.resumable) == (9, False, True)
+
+
+def test_the_last_use_is_that_of_kv_or_state(store):
+    space = space_of(store)
+    publish(space, prompt(9))
+    space.publish_state(prompt(9), state())
+    path = space.lookup(prompt(9)).steps[0].path
+    os.utime(path, ns=(1, 1))
+    os.utime(path.with_suffix(".state"), ns=(2, 2))
+    (found,) = conversations(store)
+    assert found.used_ns == 2
+
+
+def test_forged_circles_end(store):
+    space = space_of(store)
+    publish(space, prompt(9))
+    good = manifests(store.path)[0]
+    a, b = "a" * 32, "b" * 32
+    for parent, key in ((a, b), (b, a)):
+        folder = good.parent.parent / parent[:2]
+        folder.mkdir(exist_ok=True)
+        (folder / f"{parent}-9-{key}-{'0' * 18}.kv").write_bytes(good.read_bytes())
+    assert [each.tokens for each in conversations(store)] == [9]
+
+
+def test_what_cannot_be_seen_is_an_error(tmp_path):
+    class Failing(FileSystem):
+        def read_file(self, path, limit):
+            if "/nodes/" in str(path):
+                raise OSError(errno.EIO, "Input/output error", str(path))
+            return super().read_file(path, limit)
+
+    with open_store(tmp_path / "s") as store:
+        publish(space_of(store), prompt(9))
+    with open_store(tmp_path / "s", None, Failing()) as store, pytest.raises(OSError, match="Input/output"):
+        listing(store.context)

@@ -1,0 +1,266 @@
+"""One pass over a directory: it sees everything that is ours, counts everything, and touches nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from core_support import open_store
+from gc_support import TENANT, blocks, manifests, prompt, publish, space_of, state
+
+import kvstore.scan as scanning
+from kvstore.layout import FANOUT, Layout, NodeName
+from kvstore.scan import free_bytes, scan, usage
+
+FOREIGN = [
+    ".DS_Store",
+    "._4f0c",
+    ".nfs000000000001",
+    ".tmp.Xy12ab",
+    "0123 (conflicted copy)",
+    "Icon\r",
+    "desktop.ini",
+    "0" * 31,
+    "0" * 33,
+    "F" * 32,
+]
+
+
+def filled(path: Path):
+    store = open_store(path)
+    space = space_of(store)
+    publish(space, prompt(40))
+    space.publish_state(prompt(40), state())
+    publish(space_of(store, TENANT), prompt(20, 1))
+    return store
+
+
+def on_disk(root: Path) -> int:
+    """What du says, in bytes."""
+    output = subprocess.run(["du", "-s", "--block-size=1", str(root)], check=True, capture_output=True, text=True)
+    return int(output.stdout.split()[0])
+
+
+def test_every_manifest_and_block_is_found_with_its_status(tmp_path):
+    with filled(tmp_path / "s") as store:
+        found = scan(store.context)
+        layout = store.context.layout
+        assert sorted(file.path(layout) for file in found.nodes) == manifests(store.path)
+        assert sorted(layout.block(digest) for digest in found.blocks) == blocks(store.path)
+        for file in found.nodes:
+            status = file.path(layout).stat()
+            assert file[2:] == (
+                status.st_size,
+                status.st_blocks * 512,
+                status.st_mtime_ns,
+                status.st_ctime_ns,
+                status.st_ino,
+            )
+            name, kind = NodeName.parse(file.file)
+            assert (file.name, file.kind) == (name, kind)
+            assert (file.parent, file.key, file.tokens, file.rungs) == (name.parent, name.key, name.count, name.rungs)
+        for digest, block in found.blocks.items():
+            status = layout.block(digest).stat()
+            assert block.digest == digest
+            assert block[1:] == (
+                status.st_size,
+                status.st_blocks * 512,
+                status.st_mtime_ns,
+                status.st_ctime_ns,
+                status.st_ino,
+            )
+        assert found.tally.foreign == 0
+
+
+def test_the_total_is_what_du_says(tmp_path):
+    with filled(tmp_path / "s") as store:
+        (store.path / "strange").mkdir()
+        (store.path / "strange" / "file").write_bytes(bytes(70_000))
+        (store.context.layout.tokens / "ab").mkdir()
+        (store.context.layout.tokens / "ab" / ("ab" * 16)).write_bytes(bytes(5000))
+        (store.context.layout.quarantine / "1.x").write_bytes(bytes(9000))
+        (store.context.layout.tmp / "unknown").write_bytes(bytes(9000))
+        store.check_writable()
+        assert scan(store.context).tally.allocated == usage(store.context) == on_disk(store.path)
+
+
+def test_an_empty_store_is_scanned(tmp_path):
+    with open_store(tmp_path / "s") as store:
+        found = scan(store.context)
+        assert (found.nodes, found.blocks, found.staging, found.quarantine) == ([], {}, [], [])
+        assert found.tally.allocated == on_disk(store.path)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_foreign_files_are_counted_and_left_alone(tmp_path, name):
+    with filled(tmp_path / "s") as store:
+        before = scan(store.context)
+        layout = store.context.layout
+        folder = manifests(store.path)[0].parent
+        places = [layout.nodes, folder.parent, folder, layout.blocks, blocks(store.path)[0].parent, layout.namespaces]
+        for place in [*places, layout.tmp, layout.quarantine, layout.root]:
+            (place / name).write_bytes(b"x")
+        after = scan(store.context)
+        assert after.tally.foreign == len(places) + 3
+        assert [file.file for file in after.nodes] == [file.file for file in before.nodes]
+        assert after.blocks.keys() == before.blocks.keys()
+        assert (len(after.staging), after.quarantine) == (len(before.staging), [])
+
+
+def test_what_lies_in_the_wrong_folder_is_not_ours(tmp_path):
+    with filled(tmp_path / "s") as store:
+        node, block = manifests(store.path)[0], blocks(store.path)[0]
+        for path in (node, block):
+            wrong = path.parent.parent / next(name for name in FANOUT if name != path.parent.name)
+            wrong.mkdir(exist_ok=True)
+            path.rename(wrong / path.name)
+        found = scan(store.context)
+        assert found.tally.foreign == 2
+        assert node.name not in {file.file for file in found.nodes}
+        assert bytes.fromhex(block.name) not in found.blocks
+
+
+def test_links_fifos_and_folders_with_our_names_are_not_ours(tmp_path):
+    with filled(tmp_path / "s") as store:
+        node, block = manifests(store.path)[0], blocks(store.path)[0]
+        elsewhere = tmp_path / "elsewhere"
+        block.rename(elsewhere)
+        block.symlink_to(elsewhere)
+        node.unlink()
+        os.mkfifo(node)
+        third = manifests(store.path)[1]
+        third.unlink()
+        third.mkdir()
+        found = scan(store.context)
+        assert found.tally.foreign == 3
+        assert {node.name, third.name}.isdisjoint(file.file for file in found.nodes)
+        assert bytes.fromhex(block.name) not in found.blocks
+
+
+def test_a_link_in_place_of_a_node_folder_is_an_error(tmp_path):
+    # A lookup follows it, so its manifests' blocks are in use; deleting behind it could reach another store.
+    with filled(tmp_path / "s") as store:
+        folder = manifests(store.path)[0].parent
+        folder.rename(tmp_path / "moved")
+        folder.symlink_to(tmp_path / "moved")
+        with pytest.raises(NotADirectoryError, match="link"):
+            scan(store.context)
+        folder.unlink()
+        (tmp_path / "moved").rename(folder)
+        folder.parent.rename(tmp_path / "moved")
+        folder.parent.symlink_to(tmp_path / "moved")
+        with pytest.raises(NotADirectoryError, match="link"):
+            scan(store.context)
+
+
+def test_a_link_in_place_of_a_block_folder_is_not_followed(tmp_path):
+    with filled(tmp_path / "s") as store:
+        folder = blocks(store.path)[0].parent
+        folder.rename(tmp_path / "moved")
+        folder.symlink_to(tmp_path / "moved")
+        found = scan(store.context)
+        assert not any(digest.hex().startswith(folder.name) for digest in found.blocks)
+        assert found.tally.foreign == 1
+
+
+def test_a_file_that_vanishes_during_the_scan_is_passed_over(tmp_path, monkeypatch):
+    with filled(tmp_path / "s") as store:
+        gone = manifests(store.path)[0]
+        real = scanning._entries
+
+        def entries(folder, tally):
+            for entry in real(folder, tally):
+                if entry.name == gone.name:
+                    gone.unlink()
+                yield entry
+
+        monkeypatch.setattr(scanning, "_entries", entries)
+        assert gone.name not in {file.file for file in scan(store.context).nodes}
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
+    with filled(tmp_path / "s") as store:
+        unreadable = manifests(store.path)[0].parent
+        real = os.open
+
+        def refuse(path, *args, **kwargs):
+            if Path(path) == unreadable:
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(os, "open", refuse)
+        with pytest.raises(PermissionError):
+            scan(store.context)
+
+
+def test_staging_folders_and_what_was_set_aside_are_listed(tmp_path):
+    with filled(tmp_path / "s") as store:
+        layout = store.context.layout
+        folder = layout.tmp / "host-a.0badcafe.123.01234567"
+        folder.mkdir()
+        (folder / "1").write_bytes(bytes(5000))
+        newest = (folder / "1").stat().st_ctime_ns
+        node, block = manifests(store.path)[0], blocks(store.path)[0]
+        node.rename(layout.quarantine / f"1a2b.{node.name}")
+        block.rename(layout.quarantine / f"1a2b.{block.name}")
+        found = scan(store.context)
+        own, other = sorted(found.staging, key=lambda each: each.path != store.context.staging._folder)
+        assert own.owner.pid == os.getpid()
+        assert (other.path, other.owner.host, other.owner.pid) == (folder, "host-a", 123)
+        assert other.newest_ns >= newest
+        assert other.allocated >= 8192
+        assert {file.path.name for file in found.quarantine} == {f"1a2b.{node.name}", f"1a2b.{block.name}"}
+
+
+def test_a_scan_leaves_no_descriptor_open(tmp_path):
+    with filled(tmp_path / "s") as store:
+        before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+        scan(store.context)
+        after = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+        assert before == after
+
+
+def test_free_bytes_are_those_of_the_file_system(tmp_path):
+    with open_store(tmp_path / "s") as store:
+        status = os.statvfs(store.path)
+        assert abs(free_bytes(store.context) - status.f_bavail * status.f_frsize) < 1 << 30
+
+
+def test_a_deep_foreign_tree_is_counted_without_recursion(tmp_path):
+    with open_store(tmp_path / "s") as store:
+        deep = store.path / "deep"
+        here = deep
+        for _ in range(300):
+            here.mkdir()
+            here /= "d"
+        assert usage(store.context) == on_disk(store.path)
+
+
+def test_scanning_is_fast_enough_to_be_used(tmp_path):
+    # The real figures come from tools/make_big_store.py; this only catches an accidental factor of ten.
+    with open_store(tmp_path / "s") as store:
+        folder = store.context.layout.blocks / "ab"
+        folder.mkdir()
+        for i in range(2000):
+            (folder / f"ab{i:030x}").touch()
+        start = time.perf_counter()
+        assert len(scan(store.context).blocks) == 2000
+        assert time.perf_counter() - start < 1
+
+
+def test_node_names_are_cut_as_the_layout_parses_them():
+    name = NodeName("a" * 32, 7, "b" * 32, "c" * 18)
+    for kind in ("kv", "state"):
+        file = scanning.NodeFile("0" * 32, name.file(kind), *[0] * 5)
+        assert (file.kind, file.parent, file.key, file.tokens, file.rungs, file.name) == (
+            kind,
+            name.parent,
+            name.key,
+            7,
+            name.rungs,
+            name,
+        )
+        assert file.path(Layout(Path("/x"))) == Layout(Path("/x")).node("0" * 32, name, kind)
