@@ -1,0 +1,302 @@
+"""A directory whose author knows the format: checksums, names and digests are right, and the content is not.
+
+Whoever may write into the directory can lie about KV (see SECURITY.md); what must not happen is that a lie costs the
+reader its memory, its time or its life.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from core_support import INFO, Memory, files, open_store, prompt
+from format_support import Forged, Ref, block_bytes, install_block, pack, root_of
+
+from kvstore import Namespace, TensorSpec
+
+TOKENS = prompt(16)
+SECONDS = 0.05
+BYTES = 10 << 20
+
+ROOT = root_of(INFO.fingerprint, 16)
+GOOD = {"dtype": "U8", "shape": [1, 16, 4], "data_offsets": [0, 64]}
+PAYLOAD = bytes(range(64))
+
+
+def header(**tensors) -> dict:
+    return {"__metadata__": {"format": "kvstore/1", "first": "0", "count": "16"}, **tensors}
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    open_store(tmp_path / "cache").close()
+    return tmp_path / "cache"
+
+
+def node(*refs: Ref, **changes) -> Forged:
+    return Forged(INFO.fingerprint, ROOT, pack(TOKENS), refs).but(**changes)
+
+
+def ref_to(root: Path, head: bytes, **changes) -> Ref:
+    """An honest reference to a block of that header, with changes; the block is put where the reference says."""
+    data = head + PAYLOAD
+    honest = {"digest": install_block(root, data), "size": len(data), "first": 0, "count": 16, "payload": len(head)}
+    return Ref(**{**honest, **changes})
+
+
+def good_ref(root: Path, **changes) -> Ref:
+    return ref_to(root, block_bytes(header(x=GOOD)), **changes)
+
+
+def measured(work: Callable[[], object]) -> object:
+    """The result of work, which must be quick and small. Best of three, in time of this process alone."""
+    spent = []
+    for _ in range(3):
+        before = time.process_time()
+        result = work()
+        spent.append(time.process_time() - before)
+    tracemalloc.start()
+    try:
+        work()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert min(spent) < SECONDS
+    assert peak < BYTES
+    return result
+
+
+def read(root: Path, tokens=TOKENS) -> int:
+    """Tokens that a fresh process restores."""
+    with open_store(root, interval=None) as store:
+        space = store.namespace(INFO)
+        return space.read(space.lookup(tokens), Memory()).tokens
+
+
+def test_what_is_forged_without_a_lie_is_served(root):
+    node(good_ref(root)).install(root)
+    assert measured(lambda: read(root)) == 16
+
+
+MANIFEST_LIES = {
+    "size 2**63": {"size": 2**63},
+    "size 2**64 - 1": {"size": 2**64 - 1},
+    "size 0": {"size": 0},
+    "payload 0": {"payload": 0},
+    "payload inside the length": {"payload": 7},
+    "payload after the file": {"payload": 100_000},
+    "payload 4 GiB": {"payload": 2**32 - 1},
+    "payload 4 GiB of 8 EiB": {"payload": 2**32 - 1, "size": 2**63},
+    "span of nothing": {"count": 0},
+    "span of 4 billion": {"count": 2**32 - 1},
+    "span of 15": {"count": 15},
+    "span from 1": {"first": 1, "count": 15},
+    "span from 2**63": {"first": 2**63},
+    "unknown block": {"digest": b"\xee" * 16},
+    "unknown flags": {"flags": 0x80000000},
+}
+
+
+@pytest.mark.parametrize("lie", MANIFEST_LIES)
+def test_a_lie_in_a_reference_is_a_miss(root, lie):
+    node(good_ref(root, **MANIFEST_LIES[lie])).install(root)
+    assert measured(lambda: read(root)) == 0
+
+
+NODE_LIES = {
+    "another magic": {"magic": b"KVSTXXXX"},
+    "a newer format": {"version": 2},
+    "a state under the name of spans": {"kind": 2},
+    "another place": {"first": 16},
+    "a place 2**63": {"first": 2**63},
+    "another interval": {"interval": 15},
+    "another namespace": {"fingerprint": b"\1" * 32},
+    "4 billion tokens": {"count": 2**32 - 1},
+    "4 billion blocks": {"n_refs": 2**32 - 1},
+    "4 billion letters": {"writer_bytes": 2**32 - 1},
+    "another key": {"key": b"\1" * 32},
+    "a second manifest behind": {"tail": b"\0" * 1000},
+}
+
+
+@pytest.mark.parametrize("lie", NODE_LIES)
+def test_a_lie_in_a_manifest_is_a_miss(root, lie):
+    honest = node(good_ref(root))
+    path = honest.path(root)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(honest.but(**NODE_LIES[lie]).encode())
+    assert measured(lambda: read(root)) == 0
+
+
+def test_overlapping_spans_are_a_miss(root):
+    half = good_ref(root, count=9)
+    node(half, good_ref(root, first=8, count=8)).install(root)
+    assert measured(lambda: read(root)) == 0
+
+
+def test_a_node_without_tokens_is_a_miss(root):
+    node(tokens=b"", refs=()).install(root)
+    assert measured(lambda: read(root)) == 0
+
+
+def test_a_manifest_far_larger_than_a_chunk_is_not_parsed(tmp_path):
+    root = tmp_path / "wide"
+    open_store(root, interval=128).close()
+    tokens = [*prompt(64), *range(65536 - 64)]
+    giant = Forged(
+        INFO.fingerprint,
+        root_of(INFO.fingerprint, 128),
+        pack(tokens),
+        tuple(Ref(bytes(16), 1000, i, 1, 100) for i in range(65536)),
+        interval=1 << 16,
+    )
+    giant.install(root)
+    assert measured(lambda: read(root, prompt(100))) == 0
+
+
+def test_a_huge_file_in_place_of_a_manifest_is_not_read(root):
+    path = node(good_ref(root)).install(root)
+    os.truncate(path, 1 << 42)
+    assert measured(lambda: read(root)) == 0
+
+
+HEADER_LIES: dict[str, bytes | str | dict] = {
+    "arrays 100,000 deep": '{"__metadata__":{},"x":' + "[" * 100_000 + "]" * 100_000 + "}",
+    "objects 100,000 deep": '{"__metadata__":{},"x":' + '{"a":' * 100_000 + "1" + "}" * 100_001,
+    "an open array 1,000,000 deep": "[" * 1_000_000,
+    "a number of 1,000,000 digits": '{"__metadata__":{},"x":' + "9" * 1_000_000 + "}",
+    "2**63 heads": header(x={**GOOD, "shape": [2**63, 16, 4], "data_offsets": [0, 2**63 * 64]}),
+    "a product that wraps to 64": header(x={**GOOD, "shape": [2**58 + 1, 16, 4]}),
+    "2**63 in an offset": header(x={**GOOD, "data_offsets": [0, 2**63]}),
+    "negative sizes": header(x={**GOOD, "shape": [-1, 16, -4]}),
+    "negative offsets": header(x={**GOOD, "data_offsets": [-64, 0]}),
+    "floats": header(x={**GOOD, "shape": [1.0, 16.0, 4.0], "data_offsets": [0.0, 64.0]}),
+    "booleans": header(x={**GOOD, "shape": [True, 16, 4]}),
+    "infinity": '{"__metadata__":{},"x":{"dtype":"U8","shape":[1,16,Infinity],"data_offsets":[0,Infinity]}}',
+    "strings": header(x={**GOOD, "shape": ["1", "16", "4"]}),
+    "a size of zero": header(x={**GOOD, "shape": [1, 16, 4, 0], "data_offsets": [0, 0]}),
+    "overlapping tensors": header(x=GOOD, y=GOOD),
+    "a hole": header(x={**GOOD, "data_offsets": [8, 72]}),
+    "another count": header(x={**GOOD, "shape": [1, 8, 8]}),
+    "an unknown dtype": header(x={**GOOD, "dtype": "U8; DROP"}),
+    "a dtype that cannot be hashed": header(x={**GOOD, "dtype": {}}),
+    "no dtype": header(x={"shape": [1, 16, 4], "data_offsets": [0, 64]}),
+    "no metadata": {"x": GOOD},
+    "a name twice": '{"__metadata__":{},' + ",".join([f'"x":{json.dumps(GOOD)}'] * 2) + "}",
+    "metadata twice": '{"__metadata__":{},"__metadata__":{},' + f'"x":{json.dumps(GOOD)}' + "}",
+    "an array": [],
+    "nothing": "",
+    "not UTF-8": b'{"__metadata__":{},"\xff":1}',
+    "2,000 tensors of 16 GiB": header(**{f"{i}": {**GOOD, "shape": [1, 16, 2**30]} for i in range(2_000)}),
+}
+
+
+@pytest.mark.parametrize("lie", HEADER_LIES)
+def test_a_lie_in_a_header_is_a_miss(root, lie):
+    content = HEADER_LIES[lie]
+    head = block_bytes("[]" if content == [] else content)
+    node(ref_to(root, head)).install(root)
+    assert measured(lambda: read(root)) == 0
+
+
+@pytest.mark.parametrize("length", [0, 1, 2**31, 2**63, 2**64 - 1])
+def test_a_lie_in_the_length_of_a_header_is_a_miss(root, length):
+    head = block_bytes(header(x=GOOD), length=length)
+    node(ref_to(root, head)).install(root)
+    assert measured(lambda: read(root)) == 0
+
+
+def test_a_sparse_block_of_a_terabyte_with_a_giant_header_is_not_read(root):
+    digest = b"\x42" * 16
+    path = root / "objects" / "blocks" / digest.hex()[:2] / digest.hex()
+    path.parent.mkdir(parents=True)
+    path.touch()
+    os.truncate(path, 1 << 40)
+    node(Ref(digest, 1 << 40, 0, 16, 1 << 31)).install(root)
+    assert measured(lambda: read(root)) == 0
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../../../evil", "", "\0", "a" * 10_000, "x\n\x1b[31m", "__class__"])
+def test_a_tensor_name_is_only_a_name(root, name):
+    head = block_bytes(header(**{name: GOOD}))
+    node(ref_to(root, head)).install(root)
+    before = files(root.parent)
+    with open_store(root) as store:
+        space = store.namespace(INFO)
+        memory = Memory()
+        assert space.read(space.lookup(TOKENS), memory).tokens == 16
+    assert memory.specs == (TensorSpec(name, "U8", 1, (4,)),)
+    assert memory.rows(memory.specs[0], 0, 16) == PAYLOAD
+    assert files(root.parent) == before
+
+
+STATE = {
+    "__metadata__": {"values": '{"n":1}', "empty": "[]"},
+    "s": {"dtype": "U8", "shape": [64], "data_offsets": [0, 64]},
+}
+
+
+def state(metadata: dict | None = None, **tensors) -> dict:
+    return {"__metadata__": {**STATE["__metadata__"], **(metadata or {})}, **(tensors or {"s": STATE["s"]})}
+
+
+STATE_LIES: dict[str, bytes | str | dict] = {
+    "arrays 100,000 deep": "[" * 100_000,
+    "values 100,000 deep": state({"values": "[" * 100_000}),
+    "values that are no object": state({"values": "[1]"}),
+    "values that are no scalars": state({"values": '{"n":[1]}'}),
+    "no values": {"__metadata__": {"empty": "[]"}, "s": STATE["s"]},
+    "2**63 elements": state(s={**STATE["s"], "shape": [2**63]}),
+    "negative elements": state(s={**STATE["s"], "shape": [-8, -8]}),
+    "an empty tensor among the others": state(s={**STATE["s"], "shape": [0]}),
+    "a tensor without data that has a size": state({"empty": '[["e","U8",[1099511627775]]]'}),
+    "a hole": state(s={**STATE["s"], "data_offsets": [1, 65]}),
+    "no metadata": {"s": STATE["s"]},
+}
+
+
+def read_state(root: Path) -> dict | None:
+    with open_store(root) as store:
+        space: Namespace = store.namespace(INFO)
+        match = space.lookup(TOKENS, trimmable=False)
+        return space.read_state(match, lambda tensors: {t.name: memoryview(bytearray(t.nbytes)) for t in tensors})
+
+
+def install_state(root: Path, content: bytes | str | dict, **changes) -> None:
+    head = block_bytes(content)
+    ref = ref_to(root, head, **changes)
+    node(good_ref(root)).install(root)
+    forged = node(ref, kind=2)
+    forged.path(root).with_suffix(".state").write_bytes(forged.encode())
+
+
+def test_a_state_that_is_forged_without_a_lie_is_served(root):
+    install_state(root, STATE)
+    assert measured(lambda: read_state(root)) == {"n": 1}
+
+
+@pytest.mark.parametrize("lie", STATE_LIES)
+def test_a_lie_in_the_header_of_a_state_is_a_miss(root, lie):
+    install_state(root, STATE_LIES[lie])
+    assert measured(lambda: read_state(root)) is None
+
+
+@pytest.mark.parametrize("changes", [{"size": 2**63}, {"payload": 2**32 - 1}, {"payload": 0}, {"digest": b"\1" * 16}])
+def test_a_lie_in_the_reference_to_a_state_is_a_miss(root, changes):
+    install_state(root, STATE, **changes)
+    assert measured(lambda: read_state(root)) is None
+
+
+def test_a_sparse_state_with_a_header_of_gigabytes_is_not_read(root):
+    digest = b"\x42" * 16
+    path = root / "objects" / "blocks" / digest.hex()[:2] / digest.hex()
+    path.parent.mkdir(parents=True)
+    path.touch()
+    os.truncate(path, 3 << 30)
+    install_state(root, STATE, digest=digest, size=3 << 30, payload=2 << 30)
+    assert measured(lambda: read_state(root)) is None

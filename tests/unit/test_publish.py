@@ -1,0 +1,397 @@
+"""What a publish writes, in which order, and what it refuses."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import struct
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from core_support import (
+    FAST,
+    INFO,
+    SPECS,
+    block_files,
+    files,
+    kv,
+    node_files,
+    open_store,
+    prompt,
+    read_checked,
+    restore,
+    span,
+    spans,
+)
+from crash_support import where
+from format_support import Forged, Ref, pack, root_of
+
+from kvstore import FileSystem, KVStoreError, MissingParentError, PublishError, Span, TensorSpec, TokenError
+from kvstore._version import __version__
+from kvstore.manifest import decode
+
+TOKENS = prompt(100)
+NOW = 1_700_000_000_000_000_000
+
+
+def refs_of(path: Path):
+    return decode(path.read_bytes()).blocks
+
+
+def test_what_is_published_is_the_bytes_of_the_format_page(tmp_path):
+    space = open_store(tmp_path / "cache", clock=lambda: NOW).namespace(INFO)
+    published = space.publish(TOKENS, [span(TOKENS, 0, 5, decode=True, phase=8)])
+    (block,) = block_files(tmp_path / "cache")
+    data = block.read_bytes()
+    payload = 8 + struct.unpack_from("<Q", data)[0]
+    assert payload % 64 == 8
+    assert data[payload:] == b"".join(kv(TOKENS, 0, 5))
+    assert block.name == xxhash.xxh3_128(data).hexdigest()
+    expected = Forged(
+        INFO.fingerprint,
+        root_of(INFO.fingerprint, 16),
+        pack(TOKENS[:5]),
+        (Ref(bytes.fromhex(block.name), len(data), 0, 5, payload, flags=1),),
+        created=NOW,
+        writer=f"kvstore {__version__}".encode(),
+    )
+    assert expected.path(tmp_path / "cache").read_bytes() == expected.encode()
+    assert (published.end, published.nodes, published.written) == (5, 1, len(data) + len(expected.encode()))
+
+
+def test_the_chunk_after_names_the_chunk_before_as_its_parent(tmp_path, space):
+    space.publish(TOKENS, spans(TOKENS, 0, 16, 20))
+    root = root_of(INFO.fingerprint, 16)
+    first = Forged(INFO.fingerprint, root, pack(TOKENS[:16]), ())
+    second = Forged(INFO.fingerprint, first.node_key, pack(TOKENS[16:20]), (), first=16)
+    manifest = decode(second.path(tmp_path / "cache").read_bytes())
+    assert (manifest.parent, manifest.key, manifest.first) == (first.node_key, second.node_key, 16)
+
+
+def test_the_namespace_is_described_for_people(tmp_path, space):
+    space.publish(TOKENS, spans(TOKENS, 0, 5))
+    content = json.loads((tmp_path / "cache" / "namespaces" / f"{INFO.id}.json").read_text())
+    assert content["description"] == {"model": "test", "dtype": "bf16"}
+    assert (content["label"], content["salted"], content["fingerprint"]) == ("a test", False, INFO.fingerprint.hex())
+
+
+def test_a_salt_is_never_written(tmp_path, store):
+    space = store.namespace(replace(INFO, salt=b"s3cr3t-salt"))
+    space.publish(TOKENS, spans(TOKENS, 0, 5))
+    assert not [name for name, data in files(tmp_path / "cache").items() if b"s3cr3t" in data]
+    assert json.loads((tmp_path / "cache" / "namespaces" / f"{space.id}.json").read_text())["salted"] is True
+
+
+def test_a_growing_tail_writes_only_the_new_tokens(tmp_path, space):
+    space.publish(TOKENS, spans(TOKENS, 0, 5))
+    (old,) = block_files(tmp_path / "cache")
+    before = old.stat().st_ino
+    published = space.publish(TOKENS, [span(TOKENS, 5, 12)])
+    small, grown = (refs_of(path) for path in node_files(tmp_path / "cache"))
+    assert grown[0] == small[0]
+    assert [(ref.first, ref.count) for ref in grown] == [(0, 5), (5, 7)]
+    assert old.stat().st_ino == before
+    new = next(path for path in block_files(tmp_path / "cache") if path != old)
+    assert new.read_bytes()[grown[1].payload :] == b"".join(kv(TOKENS, 5, 12))
+    assert published.written == new.stat().st_size + node_files(tmp_path / "cache")[1].stat().st_size
+
+
+def test_a_chunk_grows_full_and_the_next_begins(space):
+    for first, end in ((0, 5), (5, 9), (9, 16), (16, 20), (20, 32), (32, 33)):
+        published = space.publish(TOKENS[:end], [span(TOKENS, first, end)])
+        assert (published.end, published.nodes) == (end, 1)
+        assert restore(space, TOKENS).tokens == end
+
+
+def test_a_branch_inside_a_chunk_shares_the_blocks_before_it(tmp_path):
+    space = open_store(tmp_path / "cache", interval=128).namespace(INFO)
+    one, two = prompt(128), [*prompt(128)[:90], *prompt(38, 9)]
+    space.publish(one, spans(one, 0, 70, 128))
+    match = space.lookup(two)
+    restored = read_checked(space, match, two)
+    assert (match.count, restored.tokens, restored.border) == (90, 90, 70)
+    space.publish(two, [span(two, 70, 128)])
+    assert restore(space, two).tokens == restore(space, one).tokens == 128
+    first, second = (refs_of(path) for path in node_files(tmp_path / "cache") if "-128-" in path.name)
+    assert first[0] == second[0]
+    assert first[1].digest != second[1].digest
+
+
+def test_a_tail_that_is_no_prefix_of_the_prompt_is_not_built_upon(space):
+    other = [*TOKENS[:4], 1, *TOKENS[5:]]
+    space.publish(TOKENS, spans(TOKENS, 0, 5))
+    with pytest.raises(MissingParentError, match="border at token 5"):
+        space.publish(other, [span(other, 5, 12)])
+
+
+def test_publishing_again_writes_nothing_and_makes_it_young(tmp_path):
+    times = iter(range(NOW, NOW + 1000 * 10**9, 10**9))
+    space = open_store(tmp_path / "cache", clock=lambda: next(times)).namespace(INFO)
+    space.publish(TOKENS, spans(TOKENS, 0, 5))
+    (manifest,) = node_files(tmp_path / "cache")
+    before, content = manifest.stat(), files(tmp_path / "cache")
+    again = space.publish(TOKENS, spans(TOKENS, 0, 5))
+    assert (again.end, again.nodes, again.written) == (5, 0, 0)
+    assert files(tmp_path / "cache") == content
+    assert manifest.stat().st_ino == before.st_ino
+    assert NOW + 10**9 < manifest.stat().st_mtime_ns < NOW + 1000 * 10**9
+
+
+def test_the_first_writer_wins(space):
+    """KV of the same tokens can differ in the last bits between two computations; what was served first stays."""
+    space.publish(TOKENS, spans(TOKENS, 0, 5))
+    others = [bytes(len(part)) for part in kv(TOKENS, 0, 5)]
+    assert space.publish(TOKENS, [Span(0, 5, SPECS, others)]).nodes == 0
+    assert restore(space, TOKENS).tokens == 5
+
+
+def test_a_block_that_is_there_is_made_young_and_not_written_again(tmp_path):
+    space = open_store(tmp_path / "cache").namespace(INFO)
+    space.publish(TOKENS, spans(TOKENS, 0, 5))
+    (block,), (manifest,) = block_files(tmp_path / "cache"), node_files(tmp_path / "cache")
+    inode = block.stat().st_ino
+    os.utime(block, ns=(1, 1))
+    manifest.unlink()
+    published = space.publish(TOKENS, spans(TOKENS, 0, 5))
+    assert (published.nodes, published.written) == (1, manifest.stat().st_size)
+    assert block.stat().st_ino == inode
+    assert block.stat().st_mtime_ns > NOW
+
+
+def test_a_missing_block_is_written_again(tmp_path, space):
+    space.publish(TOKENS, spans(TOKENS, 0, 5))
+    (block,) = block_files(tmp_path / "cache")
+    block.unlink()
+    space.publish(TOKENS, spans(TOKENS, 0, 5))
+    assert restore(space, TOKENS).tokens == 5
+
+
+@pytest.mark.parametrize("how", ["link", "fifo", "folder", "short"])
+def test_what_lies_in_place_of_a_block_is_replaced_by_the_block(tmp_path, space, how):
+    space.publish(TOKENS, spans(TOKENS, 0, 5))
+    (block,) = block_files(tmp_path / "cache")
+    size = block.stat().st_size
+    data = block.read_bytes()
+    block.unlink()
+    if how == "link":
+        # A link whose own size is that of the block: only its kind tells.
+        block.symlink_to("/" + "./" * ((size - 2) // 2) + "x" * (1 + size % 2))
+        assert block.lstat().st_size == size
+    elif how == "fifo":
+        os.mkfifo(block)
+    elif how == "folder":
+        block.mkdir()
+    else:
+        block.write_bytes(data[:-1])
+    space.publish(TOKENS, spans(TOKENS, 0, 5))
+    assert restore(space, TOKENS).tokens == 5
+    assert not block.is_symlink()
+    assert block.read_bytes() == data
+
+
+def test_a_flipped_bit_heals_with_the_next_publish(tmp_path, store, space):
+    space.publish(TOKENS, spans(TOKENS, 0, 16, 20))
+    whole = files(tmp_path / "cache")
+    tail = refs_of(space.lookup(TOKENS).steps[1].path)[0]
+    block = store.context.layout.block(tail.digest)
+    data = bytearray(block.read_bytes())
+    data[-3] ^= 0x10
+    block.write_bytes(data)
+    assert restore(space, TOKENS).tokens == 16
+    assert restore(space, TOKENS).tokens == 16
+    space.publish(TOKENS, [span(TOKENS, 16, 20)])
+    assert restore(space, TOKENS).tokens == 20
+    healed = files(tmp_path / "cache")
+    assert {name: healed[name] for name in whole if ".kv" not in name} == {
+        n: d for n, d in whole.items() if ".kv" not in n
+    }
+    aside = {name: content for name, content in healed.items() if name.startswith("quarantine")}
+    assert bytes(data) in aside.values()
+
+
+def test_a_damaged_manifest_heals_with_the_next_publish(tmp_path, space):
+    space.publish(TOKENS, spans(TOKENS, 0, 16, 20))
+    path = space.lookup(TOKENS).steps[0].path
+    path.write_bytes(b"damaged")
+    assert restore(space, TOKENS).tokens == 0
+    space.publish(TOKENS, spans(TOKENS, 0, 16))
+    assert restore(space, TOKENS).tokens == 20
+    assert [p.read_bytes() for p in (tmp_path / "cache" / "quarantine").iterdir()] == [b"damaged"]
+
+
+@pytest.mark.parametrize(
+    ("cut", "words"),
+    [
+        ([], "nothing to publish"),
+        ([(0, 17)], "cross a chunk border"),
+        ([(8, 24)], "cross a chunk border"),
+        ([(0, 16), (17, 20)], "does not follow"),
+        ([(0, 16), (15, 20)], "does not follow"),
+        ([(16, 20), (0, 16)], "does not follow"),
+        ([(4, 4)], "does not follow"),
+        ([(-16, 0)], "does not follow"),
+        ([(0, 16), (16, 32), (32, 40)], "only 33 tokens"),
+    ],
+    ids=str,
+)
+def test_spans_that_the_format_cannot_hold_are_refused(tmp_path, store, space, cut, words):
+    given = [Span(first, end - first, SPECS, []) for first, end in cut]
+    with pytest.raises(PublishError, match=words):
+        space.publish(TOKENS[:33], given)
+    assert (node_files(tmp_path / "cache"), block_files(tmp_path / "cache")) == ([], [])
+    assert store.counters.failed_publishes == 1
+
+
+def test_data_that_do_not_fit_are_refused(tmp_path, space):
+    with pytest.raises(PublishError, match="bytes"):
+        space.publish(TOKENS, [Span(0, 5, SPECS, kv(TOKENS, 0, 4))])
+    assert block_files(tmp_path / "cache") == []
+
+
+def test_a_node_whose_tensors_end_in_the_middle_is_refused(space):
+    space.publish(TOKENS, spans(TOKENS, 0, 5))
+    with pytest.raises(PublishError, match="no tensors"):
+        space.publish(TOKENS, [Span(5, 3, (), [])])
+
+
+def test_an_engine_that_keeps_nothing_per_token_has_nodes_without_blocks(tmp_path, space):
+    assert space.publish(TOKENS, [Span(0, 16, (), []), Span(16, 4, (), [])]).nodes == 2
+    assert space.lookup(TOKENS).count == 20
+    assert block_files(tmp_path / "cache") == []
+
+
+def test_an_impossible_token_is_refused_and_counted(store, space):
+    with pytest.raises(TokenError):
+        space.publish([-200] * 16, spans(TOKENS, 0, 16))
+    assert store.counters.failed_publishes == 1
+
+
+@pytest.mark.parametrize("first", [5, 16, 20, 32])
+def test_a_child_is_never_published_without_its_parent(tmp_path, space, first):
+    end = first // 16 * 16 + 16
+    with pytest.raises(MissingParentError, match="publish"):
+        space.publish(TOKENS, [span(TOKENS, first, end)])
+    assert node_files(tmp_path / "cache") == []
+
+
+def test_nodes_before_the_failing_one_stay(tmp_path, space):
+    bad = Span(32, 8, SPECS, [])
+    with pytest.raises(PublishError):
+        space.publish(TOKENS, [*spans(TOKENS, 0, 16, 32), bad])
+    assert restore(space, TOKENS).tokens == 32
+
+
+def test_a_prompt_may_be_longer_than_its_spans(space):
+    space.publish(np.array(TOKENS), spans(TOKENS, 0, 16, 20))
+    assert restore(space, TOKENS).tokens == 20
+
+
+def test_blocks_of_other_tensors_end_the_restore_where_they_begin(space):
+    space.publish(TOKENS, spans(TOKENS, 0, 16))
+    other = (TensorSpec("0.keys", "BF16", 1, (4,)),)
+    space.publish(TOKENS, [Span(16, 4, other, [bytes(32)])])
+    assert restore(space, TOKENS).tokens == 16
+
+
+@dataclass(frozen=True)
+class Recording(FileSystem):
+    """Remembers what was done, with what a test wants to know about each call."""
+
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    lock: Path | None = None
+    free: list[bool] = field(default_factory=list)
+
+    def write(self, fd, parts):
+        self.calls.append(("write", ""))
+        if self.lock is not None:
+            with self.lock.open() as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.free.append(True)
+        return super().write(fd, parts)
+
+    def sync_file(self, fd):
+        self.calls.append(("sync", ""))
+
+    def sync_dir(self, path):
+        self.calls.append(("sync_dir", where(path)))
+
+    def rename(self, source, target):
+        self.calls.append(("rename", where(target.parent)))
+        super().rename(source, target)
+
+
+def test_data_are_durable_before_the_manifest_gets_its_name(tmp_path):
+    fs = Recording()
+    space = open_store(tmp_path / "cache", fs=fs).namespace(INFO)
+    space.publish(TOKENS, spans(TOKENS, 0, 5))
+    fs.calls.clear()
+    space.publish(TOKENS, [span(TOKENS, 5, 9)])
+    written, synced = ("write", ""), ("sync", "")
+    block = [written, synced, ("rename", "blocks"), ("sync_dir", "blocks")]
+    manifest = [written, synced, ("rename", "nodes"), ("sync_dir", "nodes")]
+    # The first sync of a folder is that of a new fan-out folder into its parent.
+    assert [call for call in fs.calls if call != ("sync_dir", "tmp")] in (
+        block + manifest,
+        [written, synced, ("sync_dir", "blocks"), *block[2:], *manifest],
+    )
+
+
+def test_nothing_is_written_under_the_publish_lock(tmp_path):
+    """Another process could take the lock during every write."""
+    layout = open_store(tmp_path / "cache").context.layout
+    fs = Recording(lock=layout.lock("publish"))
+    open_store(tmp_path / "cache", fs=fs).namespace(INFO).publish(TOKENS, spans(TOKENS, 0, 16, 20))
+    assert len(fs.free) == len([call for call in fs.calls if call[0] == "write"]) == 5
+
+
+@dataclass(frozen=True)
+class Sweeping(FileSystem):
+    """A collector in another process that removes a file at the moment it is to be touched."""
+
+    what: str = "blocks"
+    left: list[int] = field(default_factory=lambda: [1])
+
+    def touch(self, path, time_ns):
+        if self.what in path.parts and self.left:
+            self.left.pop()
+            path.unlink()
+        super().touch(path, time_ns)
+
+
+def test_a_block_that_is_swept_away_before_the_commit_is_noticed_under_the_lock(tmp_path):
+    with open_store(tmp_path / "cache") as store:
+        store.namespace(INFO).publish(TOKENS, spans(TOKENS, 0, 5))
+    with open_store(tmp_path / "cache", fs=Sweeping()) as store:
+        with pytest.raises(MissingParentError, match="removed meanwhile"):
+            store.namespace(INFO).publish(TOKENS, [span(TOKENS, 5, 9)])
+        assert len(node_files(tmp_path / "cache")) == 1
+        assert [path for path in (tmp_path / "cache" / "tmp").rglob("*") if path.is_file()] == []
+    assert os.listdir(tmp_path / "cache" / "tmp") == []
+
+
+def test_a_block_that_is_swept_away_while_it_is_made_young_is_written_again(tmp_path, space):
+    space.publish(TOKENS, spans(TOKENS, 0, 5))
+    node_files(tmp_path / "cache")[0].unlink()
+    swept = open_store(tmp_path / "cache", fs=Sweeping()).namespace(INFO)
+    swept.publish(TOKENS, spans(TOKENS, 0, 5))
+    assert restore(swept, TOKENS).tokens == 5
+
+
+def test_a_parent_that_is_swept_away_before_the_commit_is_noticed(tmp_path):
+    open_store(tmp_path / "cache").namespace(INFO).publish(TOKENS, spans(TOKENS, 0, 16))
+    store = open_store(tmp_path / "cache", fs=Sweeping(what="nodes"))
+    with pytest.raises(KVStoreError):
+        store.namespace(INFO).publish(TOKENS, [span(TOKENS, 16, 20)])
+    assert node_files(tmp_path / "cache") == []
+
+
+def test_a_failed_publish_leaves_no_staged_file(tmp_path, store, space):
+    with pytest.raises(PublishError):
+        space.publish(TOKENS, [*spans(TOKENS, 0, 16), Span(16, 4, SPECS, [])])
+    assert [path for path in (tmp_path / "cache" / "tmp").rglob("*") if path.is_file()] == []
+    store.close()
+    assert FAST.read_file(tmp_path / "cache" / "kvstore.json", 1000)
