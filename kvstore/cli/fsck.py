@@ -1,0 +1,154 @@
+"""``kvstore fsck``: check a cache directory, and repair it.
+
+With ``--json`` one document; path is relative to the directory, and counts has the fields of kvstore.fsck.Counts:
+
+    {"directory": "/…", "read_data": true, "repair": true, "exit_code": 1, "error": "", "errors": 1, "corrected": 1,
+     "notes": 0, "seconds": 0.123, "counts": {"manifests": 12, "states": 0, "blocks": 12, …},
+     "findings": [{"severity": "error", "code": "block-damaged", "path": "objects/blocks/ab/ab…",
+                   "sentence": "…", "repair": "set aside as quarantine/…", "corrected": true}]}
+
+docs/fsck.md lists the codes of findings. The exit code is fsck(8)'s, and so a command line that is wrong exits with 16
+here, not with 2.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from typer.core import TyperCommand
+
+from kvstore.cli.app import DirectoryArgument, JsonOption, app, console, opened, output, print_json
+from kvstore.fsck import ExitCode, Finding, Report, check
+from kvstore.fsck import Progress as Told
+from kvstore.sizes import format_size
+
+__all__ = ["fsck"]
+
+_SHOWN = 50
+"""Findings that are listed for people; --json has them all."""
+
+_EVERY_S = 0.1
+
+
+class _Command(TyperCommand):
+    """Exits with the code of fsck(8) for a wrong command line. Typer's way to say so is to be subclassed."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().make_context(*args, **kwargs)
+        except Exception as error:
+            # Whatever class of whichever click it is: typer has its own since 0.20.
+            if getattr(error, "exit_code", None) == 2:
+                error.exit_code = int(ExitCode.USAGE)  # type: ignore[attr-defined]
+            raise
+
+
+@app.command(
+    cls=_Command,
+    epilog="Exit codes, added up: 0 no errors; 1 errors were found and corrected; 4 errors are left; 8 the check could "
+    "not be done, or not be completed; 16 the command line is wrong; 32 interrupted. Notes change nothing.",
+)
+def fsck(
+    directory: DirectoryArgument,
+    *,
+    read_data: Annotated[
+        bool, typer.Option("--read-data", help="Read every byte of every block, instead of sizes and headers only.")
+    ] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Set aside in quarantine/ what is damaged. Nothing of value is deleted.")
+    ] = False,
+    jobs: Annotated[int, typer.Option(min=1, max=64, help="How many files to examine at once.")] = 2,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --read-data: record in FILE what was read, and skip what FILE says was read. "
+            "It is removed when all is read.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a cache directory, and repair it with --repair. Safe beside running servers."""
+    if resume is not None and not read_data:
+        console.print("kvstore: --resume goes with --read-data, which is what takes long", style="red", highlight=False)
+        raise typer.Exit(ExitCode.USAGE)
+    report = None
+    try:
+        with opened(directory) as store, _progress() as told:
+            report = check(store.context, read_data=read_data, repair=repair, jobs=jobs, resume=resume, progress=told)
+    except KeyboardInterrupt as stop:
+        again = f"; go on with --resume {resume}" if resume is not None else ""
+        console.print(f"kvstore: interrupted{again}", style="red", highlight=False, soft_wrap=True, markup=False)
+        raise typer.Exit(ExitCode.INTERRUPTED) from stop
+    except typer.Exit as stop:
+        # opened() has said why the directory cannot be used.
+        raise typer.Exit(ExitCode.FAILED) from stop
+    if as_json:
+        print_json(report.document())
+    else:
+        for line in _lines(report):
+            output().print(line, highlight=False, soft_wrap=True, markup=False)
+    if report.error:
+        console.print(f"kvstore: {report.error}", style="red", highlight=False, soft_wrap=True, markup=False)
+    raise typer.Exit(report.exit_code)
+
+
+@contextmanager
+def _progress() -> Iterator[Told]:
+    """A bar a stage on stderr, when that is a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+    quiet = not console.is_terminal
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=quiet) as bar:
+        tasks = {"files": "reading manifests", "bytes": "reading data"}
+        known = {stage: bar.add_task(text, total=None, visible=False) for stage, text in tasks.items()}
+        drawn = 0.0
+
+        def told(stage: str, done: int, total: int) -> None:
+            nonlocal drawn
+            now = time.monotonic()
+            if now - drawn > _EVERY_S or done >= total:
+                drawn = now
+                bar.update(known[stage], completed=done, total=total, visible=True)
+
+        yield told
+
+
+def _lines(report: Report) -> Iterator[str]:
+    """The report for people: errors first, then what was checked."""
+    ordered = sorted(report.findings, key=lambda finding: finding.severity)
+    for finding in ordered[:_SHOWN]:
+        yield _line(finding)
+    if len(ordered) > _SHOWN:
+        yield f"… and {len(ordered) - _SHOWN:,} more; --json has them all."
+    counts = report.counts
+    yield (
+        f"Checked {counts.manifests:,} manifests, {counts.states:,} boundary states and {counts.blocks:,} blocks "
+        f"({format_size(counts.block_bytes)}) in {report.seconds:.1f} s."
+    )
+    if report.read_data:
+        earlier = f", {counts.resumed:,} more in an earlier run" if counts.resumed else ""
+        yield f"Read {counts.verified:,} blocks ({format_size(counts.verified_bytes)}){earlier}."
+    if counts.waiting:
+        yield f"{counts.waiting:,} young blocks ({format_size(counts.waiting_bytes)}) are not named by a manifest yet."
+    if counts.quarantined:
+        yield f"{counts.quarantined:,} files ({format_size(counts.quarantined_bytes)}) were in quarantine before."
+    if counts.foreign:
+        yield f"{counts.foreign:,} files that are not kvstore's were left alone."
+    left = report.errors - report.corrected
+    if not report.errors:
+        yield "No errors."
+    elif report.repair:
+        yield f"{report.errors:,} errors, {report.corrected:,} of them corrected and {left:,} left."
+    else:
+        yield f"{report.errors:,} errors; --repair sets aside what is damaged."
+
+
+def _line(finding: Finding) -> str:
+    did = f" — {finding.repair}" if finding.repair else ""
+    return f"{finding.severity}: {finding.path}: {finding.sentence}{did}"

@@ -1,0 +1,189 @@
+"""Put right what an inspection found. Sets aside into quarantine/ and never deletes what it cannot explain.
+
+Order matters, because a kill may come between any two calls. Folders first; then damaged files; then manifests whose
+blocks are missing, which looks at the blocks again; then manifests without a parent, ancestors first, after the names
+that are there have been listed again. So every step only acts on what the directory says now, a publisher that writes
+a damaged block or node again in the meantime keeps what stands on it, and an interrupted repair is simply begun again.
+
+A file is set aside by a rename under the publish lock, when it is still the file that was examined.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvstore.context import Context, Owner
+from kvstore.directory import CACHEDIR_TAG, write_file
+from kvstore.fsck.findings import Action, Problem
+from kvstore.fsck.lineage import names_there
+from kvstore.fsck.values import is_future, seen_of
+from kvstore.layout import NodeName
+from kvstore.locks import publish_lock
+from kvstore.manifest import BlockRef
+
+__all__ = ["SETTLE_S", "repair"]
+
+SETTLE_S = 1.0
+"""A file that is damaged and was changed in the last minute may still be written (cp writes in place). It is set aside
+only if it did not change for this long."""
+
+_RECENT_NS = 60 * 10**9
+_BATCH = 64
+"""Files renamed under one hold of the publish lock: about a millisecond."""
+
+_ROUND = 1024
+"""Manifests without a parent that are set aside after one listing of the names that are there."""
+
+_PAUSE_S = 0.001
+"""Given to waiting publishers between two holds of the lock."""
+
+_STAGED = re.compile(r"[0-9a-f]{1,16}")
+
+
+def repair(context: Context, problems: Sequence[Problem], settle_s: float, pause: Callable[[str], None]) -> None:
+    """Work through the problems and write into each what became of it.
+
+    What fails for one file is said there; LockTimeoutError, and an OSError of the directory as a whole, end it.
+    """
+    work = _Repair(context, pause)
+    for problem in _of(problems, "folder"):
+        work.attempt(problem, work.make_folder)
+    for problem in _of(problems, "tag"):
+        work.attempt(problem, work.write_tag)
+    damaged = _of(problems, "damaged")
+    if any(_is_recent(problem, context.clock()) for problem in damaged):
+        time.sleep(settle_s)
+    work.set_aside(damaged)
+    work.set_aside(_of(problems, "blocks"))
+    work.set_aside_unreachable(_of(problems, "parent"))
+    for problem in _of(problems, "mtime"):
+        work.attempt(problem, work.touch)
+    for problem in _of(problems, "staging"):
+        work.attempt(problem, work.remove_staging)
+
+
+def _of(problems: Sequence[Problem], action: Action) -> list[Problem]:
+    return [problem for problem in problems if problem.action == action]
+
+
+def _is_recent(problem: Problem, now_ns: int) -> bool:
+    assert problem.seen is not None
+    return max(problem.seen[2:]) > now_ns - _RECENT_NS
+
+
+class _Repair:
+    """The steps, each for one problem or some of a kind."""
+
+    def __init__(self, context: Context, pause: Callable[[str], None]) -> None:
+        self._context = context
+        self._layout = context.layout
+        self._fs = context.fs
+        self._pause = pause
+
+    def attempt(self, problem: Problem, step: Callable[[Problem], None]) -> None:
+        """One step for one problem. A file that went away is no problem any more."""
+        try:
+            step(problem)
+        except FileNotFoundError:
+            problem.solved("it is gone meanwhile")
+        except OSError as error:
+            problem.left(f"could not be repaired: {error.strerror or error}")
+
+    def make_folder(self, problem: Problem) -> None:
+        """Make a folder that must be there."""
+        self._fs.make_dir(problem.path)
+        problem.solved("made")
+
+    def write_tag(self, problem: Problem) -> None:
+        """Write CACHEDIR.TAG."""
+        write_file(self._context, problem.path, CACHEDIR_TAG)
+        problem.solved("written")
+
+    def touch(self, problem: Problem) -> None:
+        """Take a future time back to now."""
+        now = self._context.clock()
+        if is_future(os.lstat(problem.path).st_mtime_ns, now):
+            self._fs.touch(problem.path, now)
+            if is_future(os.lstat(problem.path).st_mtime_ns, now):
+                problem.left("could not be repaired: it is another user's file")
+                return
+        problem.solved("set to now")
+
+    def remove_staging(self, problem: Problem) -> None:
+        """Remove what a process that is gone had not published. A file it cannot have made stays, with its folder."""
+        owner = Owner.parse(problem.path.name)
+        if owner is None or not owner.surely_gone():
+            problem.left("left, because its process runs")
+            return
+        for name in os.listdir(problem.path):
+            if _STAGED.fullmatch(name):
+                self._fs.unlink(problem.path / name)
+        self._fs.remove_dir(problem.path)
+        problem.solved("removed")
+
+    def set_aside_unreachable(self, problems: Sequence[Problem]) -> None:
+        """Set aside manifests whose parents, or whose KV, are not there: ancestors first, round by round."""
+        ordered = sorted(problems, key=lambda problem: problem.first)
+        for start in range(0, len(ordered), _ROUND):
+            there = names_there(self._layout)
+            doomed = []
+            for problem in ordered[start : start + _ROUND]:
+                if problem.lacks in there:
+                    problem.solved("left, because what it continues is back")
+                    continue
+                doomed.append(problem)
+                parsed = NodeName.parse(problem.path.name)
+                if parsed is not None and parsed[1] == "kv":
+                    there.discard(problem.path.parent.parent.name + parsed[0].key)
+            self.set_aside(doomed)
+
+    def set_aside(self, problems: Sequence[Problem]) -> None:
+        """Rename files into quarantine, in short batches under the publish lock."""
+        if problems and self._layout.quarantine.is_symlink():
+            for problem in problems:
+                problem.left("could not be set aside, because quarantine is a link")
+            return
+        for start in range(0, len(problems), _BATCH):
+            batch = problems[start : start + _BATCH]
+            with publish_lock(self._layout):
+                for problem in batch:
+                    self.attempt(problem, self._set_aside)
+            # Where the files are now first: a power cut may leave one in both places, and never in neither.
+            for folder in dict.fromkeys((self._layout.quarantine, *(problem.path.parent for problem in batch))):
+                self._fs.sync_dir(folder)
+            self._pause("batch")
+            time.sleep(_PAUSE_S)
+
+    def _set_aside(self, problem: Problem) -> None:
+        assert problem.seen is not None
+        now = seen_of(os.lstat(problem.path))
+        if now[0] != problem.seen[0]:
+            problem.solved("left, because it was replaced meanwhile")
+            return
+        if problem.action == "damaged" and now != problem.seen:
+            problem.left("left, because it changed meanwhile; run fsck again")
+            return
+        if problem.action == "blocks" and all(self._is_there(ref) for ref in problem.refs):
+            problem.solved("left, because its blocks are back")
+            return
+        target = self._free_name(problem.path.name)
+        self._fs.rename(problem.path, target)
+        self._context.damaged.discard(problem.path)
+        problem.solved(f"set aside as quarantine/{target.name}")
+
+    def _is_there(self, ref: BlockRef) -> bool:
+        try:
+            return os.lstat(self._layout.block(ref.digest)).st_size == ref.size
+        except FileNotFoundError:
+            return False
+
+    def _free_name(self, name: str) -> Path:
+        """A name in quarantine that nothing has: two directories merged may bring the same file twice."""
+        stamp = self._context.clock()
+        while os.path.lexists(path := self._layout.quarantine / f"{stamp:x}.{name}"):
+            stamp += 1
+        return path

@@ -1,0 +1,135 @@
+"""Check what lies around the objects: folders, tag, descriptions of namespaces, staging, quarantine."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvstore.context import Owner
+from kvstore.directory import CACHEDIR_TAG
+from kvstore.eviction import PROTECT_NS, young
+from kvstore.fsck.findings import Counts, Problem
+from kvstore.fsck.judging import Judge
+from kvstore.fsck.tree import WIDE, Misfits, entries
+from kvstore.keys import namespace_fingerprint
+from kvstore.layout import NAME_KEY_BYTES, Layout
+from kvstore.namespace import MAX_NAMESPACE_BYTES
+
+__all__ = ["check_namespaces", "check_staging", "check_top", "count_quarantine"]
+
+TAG_SIGNATURE = CACHEDIR_TAG.partition(b"\n")[0]
+_TAG_LIMIT = 1 << 16
+
+
+def check_top(judge: Judge, misfits: Misfits) -> None:
+    """Folders that must be there, and the tag that keeps backups away."""
+    layout = judge.layout
+    for folder in layout.folders:
+        try:
+            mode = os.lstat(folder).st_mode
+        except FileNotFoundError:
+            judge.problems.append(Problem("error", "folder-missing", folder, "This folder is not there.", "folder"))
+            continue
+        except OSError as error:
+            judge.unreadable(folder, error)
+            continue
+        if not stat.S_ISDIR(mode):
+            misfits.blocked.append(folder)
+    try:
+        data, _ = judge.context.fs.read_file(layout.tag, _TAG_LIMIT)
+    except FileNotFoundError:
+        sentence = "It is not there, so backup programs will copy what can be computed again."
+        judge.problems.append(Problem("note", "tag-missing", layout.tag, sentence, "tag"))
+    except OSError as error:
+        judge.problems.append(Problem("note", "tag-wrong", layout.tag, f"It cannot be read: {error.strerror}."))
+    else:
+        if not data.startswith(TAG_SIGNATURE):
+            sentence = "It does not begin with the signature of bford.info/cachedir, so backup programs ignore it."
+            judge.problems.append(Problem("note", "tag-wrong", layout.tag, sentence))
+    objects = layout.nodes.parent
+    ours = {folder.name for folder in layout.folders} | {layout.tag.name, layout.config.name}
+    for above in (layout.root, objects):
+        misfits.foreign += sum(entry.name not in ours for entry in entries(above, misfits))
+
+
+def check_namespaces(judge: Judge, used: set[str], misfits: Misfits) -> None:
+    """Descriptions are for people only, so whatever is wrong with one is a note."""
+    layout = judge.layout
+    for namespace in sorted(used):
+        path = layout.namespace_file(namespace)
+        if why := _description_trouble(judge, path, namespace):
+            code = "namespace-undescribed" if why == _ABSENT else "namespace-wrong"
+            judge.problems.append(Problem("note", code, path, why))
+    for entry in entries(layout.namespaces, misfits):
+        stem, _, suffix = entry.name.partition(".")
+        misfits.foreign += suffix != "json" or not Layout.is_namespace_id(stem)
+
+
+_ABSENT = "It is not there, so nobody can tell what the namespace is; its engine writes it at the next save."
+
+
+def _description_trouble(judge: Judge, path: Path, namespace: str) -> str:
+    try:
+        data, status = judge.context.fs.read_file(path, MAX_NAMESPACE_BYTES)
+    except FileNotFoundError:
+        return _ABSENT
+    except OSError as error:
+        return f"It cannot be read: {error.strerror}."
+    if status.st_mode & WIDE:
+        judge.wide_files(path, 1)
+    try:
+        document = json.loads(data)
+        fingerprint = bytes.fromhex(document["fingerprint"])
+        if not document["salted"] and namespace_fingerprint(document["description"]) != fingerprint:
+            return "Its description is not what the namespace was made of; remove it to have it written again."
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return "It cannot be understood; remove it to have it written again."
+    if fingerprint[:NAME_KEY_BYTES].hex() != namespace:
+        return "It describes another namespace; remove it to have it written again."
+    return ""
+
+
+def check_staging(judge: Judge, counts: Counts, misfits: Misfits) -> None:
+    """Folders that killed processes left behind. As for gc, one must have rested: process numbers may be reused."""
+    layout = judge.layout
+    for entry in entries(layout.tmp, misfits):
+        owner = Owner.parse(entry.name)
+        if owner is None or not entry.is_dir(follow_symlinks=False):
+            misfits.foreign += 1
+            continue
+        counts.staging += 1
+        path = layout.tmp / entry.name
+        if owner.surely_gone() and not young(_newest(path), 0, judge.now_ns, PROTECT_NS):
+            sentence = f"Process {owner.pid} that wrote here is gone."
+            judge.problems.append(Problem("note", "staging-stale", path, sentence, "staging"))
+
+
+def _newest(folder: Path) -> int:
+    """The latest time of a folder and what is in it."""
+    times = [0]
+    for path in (folder, *_inside(folder)):
+        try:
+            status = os.lstat(path)
+        except OSError:
+            continue
+        times += [status.st_mtime_ns, status.st_ctime_ns]
+    return max(times)
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    for entry in entries(folder, Misfits()):
+        yield folder / entry.name
+
+
+def count_quarantine(judge: Judge, counts: Counts, misfits: Misfits) -> None:
+    """What lies in quarantine is not examined; how much it is may be worth knowing."""
+    for entry in entries(judge.layout.quarantine, misfits):
+        try:
+            size = entry.stat(follow_symlinks=False).st_size
+        except OSError:
+            continue
+        counts.quarantined += 1
+        counts.quarantined_bytes += size

@@ -1,0 +1,120 @@
+"""What examining a file needs, and what comes of it: the values that the modules which read files share."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvstore.context import Context
+from kvstore.fs import FileSystem
+from kvstore.fsck.findings import Seen
+from kvstore.keys import Key, checksum
+from kvstore.layout import Kind
+from kvstore.manifest import FORMAT, BlockRef
+
+__all__ = ["Fault", "Inspected", "Node", "Reader", "is_future", "newer", "seen_of", "unopened"]
+
+FUTURE_NS = 24 * 3600 * 10**9
+"""How far a file's mtime may lie ahead: clocks of machines that share a directory differ, by minutes as a rule."""
+
+_CHECKSUM_BYTES = 16
+_NOT_A_FILE = {errno.EFBIG, errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENXIO}
+"""What opening or reading answers for something that cannot be a manifest, whatever its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """What examining a file needs of a Context, and can be sent to another process.
+
+    nodes, blocks, tokens: their folders as strings, because putting together a Path costs as much as opening a file.
+    """
+
+    fs: FileSystem
+    interval: int
+    now_ns: int
+    nodes: str
+    blocks: str
+    tokens: str
+
+    @staticmethod
+    def of(context: Context, now_ns: int) -> Reader:
+        """The reader of a directory."""
+        layout = context.layout
+        return Reader(context.fs, context.interval, now_ns, str(layout.nodes), str(layout.blocks), str(layout.tokens))
+
+    def block(self, digest: bytes) -> str:
+        """A block's path."""
+        name = digest.hex()
+        return f"{self.blocks}/{name[:2]}/{name}"
+
+
+class Node(NamedTuple):
+    """A manifest that is whole. digests: of its blocks, joined: a million of these have to fit."""
+
+    namespace: str
+    file: str
+    first: int
+    parent: Key
+    key: Key
+    digests: bytes
+
+    @property
+    def kind(self) -> Kind:
+        """Which of a node's files it is."""
+        return "kv" if self.file.endswith(".kv") else "state"
+
+
+class Fault(NamedTuple):
+    """What is wrong with a file."""
+
+    code: str
+    sentence: str
+
+
+class Inspected(NamedTuple):
+    """One file. fault: what is wrong with it. node: the manifest that it is, when that is whole; refs: its blocks, of
+    which those in missing and wrong cannot be used.
+    """
+
+    seen: Seen
+    mode: int
+    fault: Fault | None = None
+    node: Node | None = None
+    refs: tuple[BlockRef, ...] = ()
+    missing: tuple[BlockRef, ...] = ()
+    wrong: tuple[tuple[BlockRef, str], ...] = ()
+
+
+def is_future(mtime_ns: int, now_ns: int) -> bool:
+    """Whether a file claims to have been used after now, by more than clocks differ."""
+    return mtime_ns > now_ns + FUTURE_NS
+
+
+def seen_of(status: os.stat_result) -> Seen:
+    """What tells whether a file is still the one that was examined."""
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def unopened(path: str, error: OSError, code: str) -> Inspected | None:
+    """A file that does not open as one; raises what is the disk's or the user's trouble rather than the file's."""
+    if error.errno not in _NOT_A_FILE:
+        raise error
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        code = "not-a-file"
+    fault = Fault(code, f"It cannot be what its name says: {error.strerror}.")
+    return Inspected(seen_of(status), status.st_mode, fault)
+
+
+def newer(data: bytes, magic: bytes, code: str) -> Fault | None:
+    """Whether a file is whole and of a newer format. Damage in the version field is told apart by the checksum."""
+    version = int.from_bytes(data[8:12], "little")
+    if data[:8] != magic or version <= FORMAT or checksum(data[:-_CHECKSUM_BYTES]) != data[-_CHECKSUM_BYTES:]:
+        return None
+    return Fault(code, f"It has format {version}, which a newer kvstore wrote; check it with that one.")
