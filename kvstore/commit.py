@@ -147,9 +147,9 @@ def put_manifest(
         if used_ns is not None:
             context.fs.touch(staged, used_ns)
         make_folders(context, path.parent)
-        _freshen(context, refs)
         with publish_lock(context.layout):
             require()
+            _freshen(context, refs)
             if not all(_is_there(context, ref) for ref in refs):
                 raise MissingParentError(f"a block of {path.name} was removed meanwhile")
             placed = _put(context, staged, path)
@@ -161,8 +161,8 @@ def put_manifest(
 
 
 def _freshen(context: Context, refs: Iterable[BlockRef]) -> None:
-    """Rule 5: what is referenced is made young before its manifest appears: a sweep that marked it as garbage sees the
-    new time and leaves it. One that came first is noticed under the lock.
+    """Rule 5: what is referenced is made young before its manifest appears, and under the lock (see kvstore.gc): a
+    sweep that took it for garbage sees the new time and leaves it. One that came first is noticed by the next look.
     """
     for ref in refs:
         with suppress(FileNotFoundError):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import resource
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ from core_support import (
     spans,
 )
 
-from kvstore import Span, TensorBuffer
+from kvstore import FileSystem, Span, TensorBuffer
 from kvstore.manifest import decode
 
 TOKENS = prompt(100)
@@ -121,6 +123,24 @@ def test_a_process_without_descriptors_has_a_miss_and_no_damage(store, space, fe
     assert store.context.damaged == set()
     assert restore(space, TOKENS).tokens == 20
     assert len(caplog.records) == 1
+
+
+@dataclass(frozen=True)
+class Crowded(FileSystem):
+    """Other threads have taken every descriptor when the blocks are to be opened."""
+
+    def open_fd(self, path):
+        if "blocks" in Path(path).parts:
+            raise OSError(errno.EMFILE, "Too many open files", str(path))
+        return super().open_fd(path)
+
+
+def test_blocks_that_cannot_be_opened_just_now_are_no_damage(tmp_path, space, caplog):
+    space.publish(TOKENS, spans(TOKENS, 0, 16, 20))
+    crowded = open_store(tmp_path / "cache", fs=Crowded())
+    assert restore(crowded.namespace(INFO), TOKENS).tokens == 0
+    assert (crowded.context.damaged, crowded.counters.damaged, crowded.counters.missing) == (set(), 0, 0)
+    assert "Too many open files" in caplog.text
 
 
 class open_all:  # noqa: N801 - reads as a function
@@ -316,6 +336,14 @@ def test_only_what_was_restored_is_made_young(timed):
     clock.now = NOW + 2 * HOUR
     restore(space, TOKENS[:32])
     assert ages(paths, clock.now) == [0, 0, 120]
+
+
+def test_a_node_that_could_not_be_read_is_not_made_young(timed):
+    space, paths, clock = timed
+    block_of(space, TOKENS, 1).unlink()
+    clock.now = NOW + 2 * HOUR
+    restore(space, TOKENS)
+    assert ages(paths, clock.now) == [0, 120, 120]
 
 
 def test_a_file_time_in_the_future_is_left(timed):

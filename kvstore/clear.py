@@ -1,0 +1,306 @@
+"""Delete what a person says must go: everything, or one namespace, however young; or what was not used for some time.
+
+The last is a garbage collection with an age for a limit (kvstore.gc). The others differ from one: youth protects
+nothing, so what a running server has just written goes too, unless it is touched while this works. A node that was
+used, or built upon, since it was looked at stays, with its ancestors. Otherwise locks, fence and order are those of gc,
+and so are the reasons: boundary states before the KV of their node, children before parents, in short batches under the
+publish lock; then the blocks that no manifest names any more. A kill anywhere leaves a valid directory, with
+unreferenced blocks at worst.
+
+What kvstore did not write is never touched, nor are manifests of a newer version and what they may need.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from kvstore.context import Context
+from kvstore.directory import unavailable
+from kvstore.errors import KVStoreError
+from kvstore.gc import Policy, collect
+from kvstore.layout import Layout, NodeName
+from kvstore.locks import gc_lock, publish_lock
+from kvstore.marking import Marked, Marks, mark
+from kvstore.scan import HashedFile, NodeFile, Scan, SetAside, appeared, scan
+
+__all__ = ["ClearReport", "clear", "clear_unused"]
+
+_BATCH = 64
+"""Files removed under one hold of the publish lock: about a millisecond."""
+
+_ROUND = 1024
+"""Nodes removed before their folders are synced and their blocks follow; see kvstore.gc."""
+
+_PAUSE_S = 0.001
+"""Given to waiting publishers between two holds of the lock."""
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class ClearReport:
+    """What was deleted, or with dry_run would be. Bytes are those allocated on disk.
+
+    nodes, states: manifests. namespaces: descriptions. skipped: files that were used meanwhile, or that what stays
+    needs. failed: could not be removed. after_bytes: what the whole directory takes now. busy: a collection runs, and
+    nothing was done. error: one sentence, why it stopped; what was done until then is counted.
+    """
+
+    dry_run: bool = False
+    busy: bool = False
+    error: str = ""
+    nodes: int = 0
+    states: int = 0
+    blocks: int = 0
+    tokenizations: int = 0
+    quarantined: int = 0
+    staging: int = 0
+    namespaces: int = 0
+    skipped: int = 0
+    failed: int = 0
+    freed_bytes: int = 0
+    after_bytes: int = 0
+
+
+def clear(context: Context, namespace: str | None = None, *, dry_run: bool = False) -> ClearReport:
+    """Delete everything in the directory, or one namespace with its blocks. The directory stays a valid one.
+
+    Never raises for what the directory or the file system does: see ClearReport.error. A dry run takes no lock.
+    """
+    report = ClearReport(dry_run=dry_run)
+    try:
+        with nullcontext(True) if dry_run else gc_lock(context.layout) as mine:
+            report.busy = not mine
+            if mine:
+                _Clearing(context, namespace, report).run()
+    except OSError as error:
+        report.error = str(unavailable(context.layout.root, error))
+    except KVStoreError as error:
+        report.error = str(error)
+    if namespace is None and not report.busy and not report.error:
+        # What killed processes left in tmp/, by the collector's rules: nobody may be writing there.
+        left = collect(context, Policy(dry_run=dry_run))
+        report.staging, report.error = left.staging, left.error
+        if not dry_run:
+            report.freed_bytes += left.freed_bytes
+            report.after_bytes = left.after_bytes
+    return report
+
+
+def clear_unused(
+    context: Context, older_than_ns: int, namespace: str | None = None, *, dry_run: bool = False
+) -> ClearReport:
+    """Delete what was not used for that long, as kvstore.gc does. What the last minute used always stays."""
+    found = collect(context, Policy(older_than_ns=older_than_ns, namespace=namespace, dry_run=dry_run))
+    return ClearReport(
+        dry_run,
+        found.busy,
+        found.error,
+        found.nodes,
+        found.states,
+        found.blocks,
+        found.tokenizations,
+        found.quarantined,
+        found.staging,
+        0,
+        found.skipped,
+        found.failed,
+        found.freed_bytes,
+        found.after_bytes,
+    )
+
+
+class _File(NamedTuple):
+    """A file to delete, if its times are still those seen."""
+
+    path: Path
+    allocated: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+class _Clearing:
+    """One run of clear. A dry run goes the same way; only _unlink, _lock and the syncs know it."""
+
+    def __init__(self, context: Context, namespace: str | None, report: ClearReport) -> None:
+        self._context = context
+        self._layout = context.layout
+        self._namespace = namespace
+        self._report = report
+        # Names (namespace and key) of nodes that must stay because of what stays below them.
+        self._kept: set[str] = set()
+
+    def run(self) -> None:
+        """Look at everything, then delete. Raises OSError and KVStoreError."""
+        found = scan(self._context)
+        self._report.after_bytes = found.tally.allocated
+        with self._lock():  # the fence, see kvstore.gc
+            pass
+        marks = mark(self._context, found.nodes, appeared(self._layout, found.nodes))
+        newer = {_above(node) for node in marks.nodes if node.unreadable == "newer"}
+        # One of a newer version may name any block of its chunk, and those are its siblings'.
+        self._kept.update(newer, (_name(node) for node in marks.nodes if _above(node) in newer))
+        chosen = _by_node(
+            [
+                node
+                for node in marks.nodes
+                if self._namespace in (None, node.file.namespace) and node.unreadable != "newer"
+            ]
+        )
+        for unit in _batches(chosen, _ROUND):
+            self._nodes(unit, found, marks)
+        if self._namespace is None:
+            self._rest(found, marks)
+        self._descriptions()
+
+    def _nodes(self, units: Sequence[list[Marked]], found: Scan, marks: Marks) -> None:
+        """Delete nodes, the blocks that nothing else names, and between the two make sure of the first."""
+        blocks: list[_File] = []
+        folders: dict[Path, None] = {}
+        for batch in _batches(units, _BATCH):
+            with self._lock():
+                for unit in batch:
+                    if not self._node(unit):
+                        self._kept.update((_name(unit[0]), _above(unit[0])))
+                        continue
+                    for node in unit:
+                        folders[node.file.path(self._layout).parent] = None
+                        blocks.extend(self._block(block) for block in _unnamed(node, found, marks))
+            self._released()
+        if not self._report.dry_run:
+            for folder in folders:
+                self._context.fs.sync_dir(folder)
+        self._report.blocks += self._files(blocks)
+
+    def _node(self, unit: Sequence[Marked]) -> bool:
+        """Delete a node's state and then its KV, if neither changed: a lookup refreshes the times of the KV alone."""
+        files = [_seen(node.file.path(self._layout), node.file) for node in unit]
+        if _name(unit[0]) in self._kept or (not self._report.dry_run and any(_changed(file) for file in files)):
+            self._report.skipped += len(unit)
+            return False
+        for node, file in zip(unit, files, strict=True):
+            if not self._unlink(file):
+                return False
+            self._report.nodes += node.file.kind == "kv"
+            self._report.states += node.file.kind == "state"
+        return True
+
+    def _rest(self, found: Scan, marks: Marks) -> None:
+        """What no manifest names, unless one that stays cannot be read."""
+        if all(node.unreadable != "newer" for node in marks.nodes):
+            named = marks.named
+            self._report.blocks += self._files(
+                [self._block(block) for digest, block in found.blocks.items() if digest not in named]
+            )
+        self._report.tokenizations += self._files(
+            [_seen(self._layout.tokens / file.name[:2] / file.name, file) for file in found.tokenizations]
+        )
+        self._report.quarantined += self._files([_seen(file.path, file) for file in found.quarantine])
+
+    def _descriptions(self) -> None:
+        """Descriptions of namespaces that hold no manifest any more."""
+        ids = [self._namespace] if self._namespace is not None else self._described()
+        with self._lock():
+            for namespace in ids:
+                path = self._layout.namespace_file(namespace)
+                if not path.is_file() or self._keeps(namespace):
+                    continue
+                status = os.stat(path, follow_symlinks=False)
+                file = _File(path, status.st_blocks * 512, status.st_mtime_ns, status.st_ctime_ns)
+                self._report.namespaces += self._unlink(file)
+
+    def _described(self) -> list[str]:
+        names = (name.partition(".") for name in sorted(os.listdir(self._layout.namespaces)))
+        return [stem for stem, _, suffix in names if suffix == "json" and Layout.is_namespace_id(stem)]
+
+    def _keeps(self, namespace: str) -> bool:
+        """Whether a namespace has anything left; for a dry run, whether it would."""
+        if self._report.dry_run:
+            return any(name.startswith(namespace) for name in self._kept)
+        folders = os.walk(self._layout.nodes / namespace)
+        return any(NodeName.is_file_name(name) for _, _, names in folders for name in names)
+
+    def _files(self, files: Sequence[_File]) -> int:
+        removed = 0
+        for batch in _batches(files, _BATCH):
+            with self._lock():
+                for file in batch:
+                    if not self._report.dry_run and _changed(file):
+                        self._report.skipped += 1
+                    else:
+                        removed += self._unlink(file)
+            self._released()
+        return removed
+
+    def _block(self, block: HashedFile) -> _File:
+        return _seen(self._layout.block(block.digest), block)
+
+    def _unlink(self, file: _File) -> bool:
+        """Delete a file; False, counted, when that cannot be done (it is another user's, say)."""
+        if not self._report.dry_run:
+            try:
+                self._context.fs.unlink(file.path)
+            except FileNotFoundError:
+                pass
+            except OSError:
+                self._report.failed += 1
+                return False
+            self._context.damaged.discard(file.path)
+        self._report.freed_bytes += file.allocated
+        self._report.after_bytes -= file.allocated
+        return True
+
+    def _lock(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._report.dry_run else publish_lock(self._layout)
+
+    def _released(self) -> None:
+        if not self._report.dry_run:
+            time.sleep(_PAUSE_S)
+
+
+def _seen(path: Path, file: NodeFile | HashedFile | SetAside) -> _File:
+    return _File(path, file.allocated, file.mtime_ns, file.ctime_ns)
+
+
+def _changed(file: _File) -> bool:
+    """Whether a file was touched or replaced since it was looked at. One that is gone is not."""
+    try:
+        status = os.stat(file.path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return (status.st_mtime_ns, status.st_ctime_ns) != (file.mtime_ns, file.ctime_ns)
+
+
+def _by_node(nodes: Sequence[Marked]) -> list[list[Marked]]:
+    """The files of each node, state first, children before parents. Damaged ones, which no child can rely on, last."""
+    found: dict[str, list[Marked]] = {}
+    for node in sorted(nodes, key=lambda node: (-node.first, node.file.kind == "kv")):
+        found.setdefault(_name(node), []).append(node)
+    return list(found.values())
+
+
+def _unnamed(node: Marked, found: Scan, marks: Marks) -> Iterator[HashedFile]:
+    """Forget the references of a manifest that is gone; the blocks that no manifest names now."""
+    for digest in {digest for digest, _ in node.blocks}:
+        marks.named[digest] -= 1
+        if not marks.named[digest] and digest in found.blocks:
+            yield found.blocks[digest]
+
+
+def _name(node: Marked) -> str:
+    return node.file.namespace + node.file.key
+
+
+def _above(node: Marked) -> str:
+    return node.file.namespace + node.file.parent
+
+
+def _batches(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

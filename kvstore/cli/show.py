@@ -1,0 +1,181 @@
+"""``kvstore show``: one saved prefix, from its first chunk to the node with this key.
+
+With ``--json`` one document; sizes are of files, times seconds since the epoch, and "text" is there with --text:
+
+    {"directory": "/…", "namespace": "<32 hex>", "label": "…", "key": "<32 hex>", "tokens": 2799, "complete": true,
+     "bytes": 412876800, "allocated": 412901376,
+     "nodes": [{"key": "<32 hex>", "first": 0, "count": 2048, "bytes": 9240, "created": 1764434520.5,
+                "used": 1764434520.5, "writer": "kvstore 0.1", "fault": "",
+                "spans": [{"digest": "<32 hex>", "first": 0, "count": 2048, "bytes": 301990016, "decode": false,
+                           "block": "there"}],
+                "state": {"bytes": 1024, "created": 0.0, "used": 0.0, "writer": "…", "block": "there", "fault": ""}}]}
+
+block: "there", "missing" or "size differs". fault: why a manifest cannot be used, or empty. bytes of a node: its
+manifest. complete: nothing on the way is missing or damaged, as far as can be told without reading blocks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from kvstore.cli.app import DirectoryArgument, JsonOption, app, console, counted, opened, output, print_json
+from kvstore.cli.common import plain, say
+from kvstore.errors import KVStoreError
+from kvstore.prefix import Part, Prefix, StateInfo, find_prefix
+from kvstore.sizes import format_age, format_size
+from kvstore.store import unavailable
+
+__all__ = ["show"]
+
+_SHORT_ID = 12
+
+
+@app.command()
+def show(
+    directory: DirectoryArgument,
+    key: Annotated[str, typer.Argument(help="The key of its last node, or a unique beginning of it, as ls shows it.")],
+    *,
+    text: Annotated[bool, typer.Option("--text", help="Print what its tokens say; needs --tokenizer.")] = False,
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A model's folder, or another with its tokenizer.json.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show one saved prefix: its nodes, their blocks and boundary states, and with --text its words."""
+    if text != (tokenizer is not None):
+        raise typer.BadParameter("--text and --tokenizer FOLDER go together")
+    with opened(directory) as store:
+        try:
+            found = find_prefix(store.context, key)
+        except OSError as error:
+            raise unavailable(store.path, error) from error
+        words = None if tokenizer is None else _decode(tokenizer, list(found.tokens))
+        if as_json:
+            document = {"directory": str(store.path), **_document(found)}
+            print_json(document if words is None else {**document, "text": words})
+            return
+        _print(found)
+        if words is not None:
+            say(["", plain(words, keep="\n\t")])
+
+
+def _decode(folder: Path, tokens: list[int]) -> str:
+    """The text of tokens. tokenizers is imported only here: the store has no need of it."""
+    try:
+        tokenizers = importlib.import_module("tokenizers")
+    except ImportError as error:
+        raise KVStoreError("--text needs the tokenizers package; install it with: pip install tokenizers") from error
+    path = folder / "tokenizer.json" if folder.is_dir() else folder
+    if not path.is_file():
+        raise KVStoreError(f"there is no {path}; name the folder of the model that the prefix was made with")
+    try:
+        return str(tokenizers.Tokenizer.from_file(str(path)).decode(tokens, skip_special_tokens=False))
+    except Exception as error:
+        # The package raises bare Exception for whatever is wrong with the file or the tokens.
+        raise KVStoreError(f"{path} cannot decode these tokens ({error}); is it the right one?") from error
+
+
+def _document(found: Prefix) -> dict[str, Any]:
+    return {
+        "namespace": found.namespace,
+        "label": found.label,
+        "key": found.key,
+        "tokens": found.end,
+        "complete": found.complete,
+        "bytes": found.size,
+        "allocated": found.allocated,
+        "nodes": [_node(part) for part in found.parts],
+    }
+
+
+def _node(part: Part) -> dict[str, Any]:
+    return {
+        "key": part.key,
+        "first": part.first,
+        "count": part.count,
+        "bytes": part.manifest_size,
+        "created": part.created_ns / 1e9,
+        "used": part.used_ns / 1e9,
+        "writer": part.writer,
+        "fault": part.fault,
+        "spans": [
+            {
+                "digest": span.digest,
+                "first": span.first,
+                "count": span.count,
+                "bytes": span.size,
+                "decode": span.decode,
+                "block": span.block,
+            }
+            for span in part.spans
+        ],
+        "state": None if part.state is None else _state(part.state),
+    }
+
+
+def _state(state: StateInfo) -> dict[str, Any]:
+    return {
+        "bytes": state.size,
+        "created": state.created_ns / 1e9,
+        "used": state.used_ns / 1e9,
+        "writer": state.writer,
+        "block": state.block,
+        "fault": state.fault,
+    }
+
+
+def _print(found: Prefix) -> None:
+    last = found.parts[-1]
+    now = time.time_ns()
+    size = f"{counted(found.end, 'token')} in {counted(len(found.parts), 'node')}, {format_size(found.size)}"
+    times = f"made {_ago(now, last.created_ns)}, last used {_ago(now, last.used_ns)}"
+    writer = f", by {plain(last.writer)}" if last.writer else ""
+    say([f"{plain(found.label[:200]) or 'no label'} ({found.namespace})", f"{size}; {times}{writer}"])
+    output().print(_table(found))
+    if not found.complete:
+        console.print(
+            "This prefix cannot be restored as a whole: something on the way is missing or damaged.", highlight=False
+        )
+
+
+def _ago(now: int, then: int) -> str:
+    if not then:
+        return "at an unknown time"
+    age = format_age((now - then) / 1e9)
+    return age if age in {"now", "in the future"} else f"{age} ago"
+
+
+def _table(found: Prefix) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("node", no_wrap=True)
+    for heading in ("first", "count", "size"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("what", no_wrap=True)
+    table.add_column("block", no_wrap=True)
+    table.add_column("")
+    for part in found.parts:
+        key = part.key[:_SHORT_ID]
+        if part.fault or not part.spans:
+            what = part.fault or "nothing per token"
+            table.add_row(key, f"{part.first:,}", f"{part.count:,}", "", Text(plain(what)), "", "")
+        for number, span in enumerate(part.spans):
+            table.add_row(
+                key if not number else "",
+                f"{span.first:,}",
+                f"{span.count:,}",
+                format_size(span.size),
+                "decode" if span.decode else "prefill",
+                span.digest[:_SHORT_ID],
+                "" if span.block == "there" else span.block,
+            )
+        if part.state is not None:
+            note = part.state.fault or ("" if part.state.block == "there" else part.state.block)
+            table.add_row("", "", "", format_size(part.state.size), "state", "", Text(plain(note)))
+    return table

@@ -1,0 +1,127 @@
+"""A process killed, or a machine without power, after every single call of a repack.
+
+At the next start every prefix restores whole and byte for byte, because each node has its old manifest or its new one,
+with all the blocks that it names; repacking again ends it; and a collection past grace leaves nothing of the old.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from core_support import FAST, INFO, files, open_store, prompt
+from crash_support import SURVIVALS, CrashingFileSystem, Disk, KilledError
+from gc_support import DAY, blocks, check_valid, manifests, named, state
+from upkeep_support import assert_restores, counts, forget_tails, grow, later, memory_folder, named_bytes, read_state
+
+from kvstore import Durability
+from kvstore.fsck import check as fsck
+from kvstore.gc import collect
+from kvstore.manifest import decode
+from kvstore.repack import repack
+
+TOKENS = prompt(36)
+BRANCH = [*TOKENS[:20], *prompt(12, 1)]
+JOINED = {12: [12], 16: [12, 4], 32: [4, 12], 36: [4]}
+"""What is left to have: [12] is shared by the tail and the chunk, [4] by both branches (and of 32 there are two)."""
+
+
+@pytest.fixture
+def folder(tmp_path) -> Iterator[Path]:
+    with memory_folder(tmp_path) as found:
+        yield found
+
+
+def prepare(root: Path) -> Path:
+    """A tail inside a chunk that share several blocks, two branches that share one, and a state."""
+    with open_store(root) as store:
+        space = store.namespace(INFO)
+        grow(space, TOKENS, 3, 8, 12, 16, 20, 26, 32, 34, 36)
+        grow(space, BRANCH, 16, 20, 23, 32)
+        forget_tails(root, 12)
+        space.publish_state(TOKENS[:16], state(5))
+    assert len(manifests(root)) == 6
+    return root
+
+
+def copy(source: Path, folder: Path) -> Path:
+    """A fresh copy named as the crash support expects."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return Path(shutil.copytree(source, folder / "cache", symlinks=True))
+
+
+def run(root: Path, durability: Durability, limit: int) -> CrashingFileSystem:
+    """Repack in root with a file system that is killed after limit calls."""
+    disk = Disk(root, root.parent / "shadow")
+    disk.settle()
+    fs = CrashingFileSystem(durability, disk=disk, limit=limit)
+    store = open_store(root, None, fs)
+    try:
+        report = repack(store.context, older_than_ns=0)
+    except KilledError:
+        return fs
+    assert (report.nodes, report.replaced, report.written) == (5, 9, 4)
+    return fs
+
+
+def check(root: Path, size: int) -> None:
+    check_valid(root)
+    assert_restores(root, [(INFO, TOKENS), (INFO, BRANCH), (INFO, TOKENS[:12])])
+    with open_store(root, None) as store:
+        assert read_state(store.namespace(INFO), TOKENS[:16]) == ({"n": 5}, {"s": bytes([5, 1, 2])})
+    with open_store(root, None, FAST) as store:
+        report = repack(store.context, older_than_ns=0)
+        assert (report.damaged, report.skipped, report.error) == (0, 0, "")
+        assert repack(store.context, older_than_ns=0).nodes == 0
+        assert fsck(store.context, read_data=True).errors == 0
+    assert counts(root) == JOINED
+    assert named_bytes(root) <= size
+    with later(root, 2 * DAY) as store:
+        assert collect(store.context).error == ""
+    assert {path.name for path in blocks(root)} == named(root)
+    assert_restores(root, [(INFO, TOKENS), (INFO, BRANCH)])
+
+
+@pytest.mark.parametrize("durability", [Durability.BARRIER, Durability.NONE])
+def test_a_repack_can_end_anywhere(folder, durability):
+    source = prepare(folder / "source")
+    size = named_bytes(source)
+    root = copy(source, folder / "run")
+    calls = run(root, durability, 1 << 30).calls
+    assert counts(root) == JOINED
+    assert calls.count("rename nodes") == 5
+    assert calls.count("rename blocks") == 4
+    states: set[tuple[int, ...]] = set()
+    # Without syncing, a power cut may lose anything; a killed process still must not.
+    survivals = SURVIVALS[1:] if durability is Durability.BARRIER else SURVIVALS[:1]
+    seen: set[int] = set()
+    for limit in range(len(calls)):
+        root = copy(source, folder / "run")
+        fs = run(root, durability, limit)
+        assert fs.dead
+        for how in survivals:
+            target = folder / "run" / "after"
+            shutil.rmtree(target, ignore_errors=True)
+            fs.disk.survive(how, target)
+            found = hash(tuple(files(target).items()))
+            if found not in seen:
+                seen.add(found)
+                states.add(tuple(len(decode(path.read_bytes()).blocks) for path in manifests(target)))
+                check(target, size)
+    assert len(seen) >= 10
+    # Killed between the renames of nodes that share blocks, too: each of the five changes alone.
+    assert len(states) == 6
+
+
+def test_the_old_blocks_are_young_before_a_manifest_stops_naming_them(tmp_path):
+    root = copy(prepare(tmp_path / "source"), tmp_path / "run")
+    calls = run(root, Durability.BARRIER, 1 << 30).calls
+    first = calls.index("rename nodes")
+    touches = 0
+    while calls[first - 1 - touches] == "touch":
+        touches += 1
+    # The joined block, and the two or three that it replaces.
+    assert touches >= 3
