@@ -47,8 +47,9 @@ DTYPE_BYTES = {
 ALIGNMENT = 64
 """Payload offsets are chosen modulo this: the cache line and the widest vector register."""
 
-MAX_HEADER_BYTES = 4 << 20
-"""A header of 1,000 layers is about 200 KB; nothing larger than this is parsed."""
+MAX_HEADER_BYTES = 256 << 10
+"""Room for the tensors of 1,000 layers (about 200 KB); nothing larger is parsed, because a hostile header costs a reader
+about 25 times its size in memory."""
 
 _LENGTH_BYTES = 8
 

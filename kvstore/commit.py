@@ -49,7 +49,7 @@ def existing(space: Space, chunk: Chunk, kind: Kind) -> Manifest | None:
     """
     context = space.context
     path = node_path(space, chunk, kind)
-    context.recent[path] = context.clock()
+    context.note_use(path)
     if path in context.damaged or not path.exists():
         return None
     manifest = load_manifest(space, path)

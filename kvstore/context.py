@@ -24,6 +24,9 @@ from kvstore.namespace import NamespaceInfo
 
 __all__ = ["Clock", "Context", "Counters", "Owner", "Space", "Staging", "this_process"]
 
+_MAX_RECENT = 16384
+"""Manifests remembered as used: hundreds of long prompts, a few megabytes."""
+
 Clock: TypeAlias = Callable[[], int]
 """Nanoseconds since the epoch, as time.time_ns gives them."""
 
@@ -164,6 +167,14 @@ class Context:
     counters: Counters = field(default_factory=Counters)
     damaged: set[Path] = field(default_factory=set)
     recent: dict[Path, int] = field(default_factory=dict)
+
+    def note_use(self, path: Path) -> None:
+        """Remember that this process used a manifest just now; the oldest are forgotten beyond some thousands."""
+        self.recent.pop(path, None)
+        self.recent[path] = self.clock()
+        if len(self.recent) > _MAX_RECENT:
+            for oldest in list(self.recent)[: _MAX_RECENT // 2]:
+                self.recent.pop(oldest, None)
 
     @cached_property
     def staging(self) -> Staging:

@@ -236,7 +236,7 @@ def _touch(context: Context, steps: list[Step]) -> None:
     now = context.clock()
     due = False
     for step in reversed(steps):
-        context.recent[step.path] = now
+        context.note_use(step.path)
         due = due or now - step.mtime_ns > TOUCH_AFTER_NS
         if due and step.mtime_ns < now:
             with suppress(OSError):

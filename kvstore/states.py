@@ -111,7 +111,7 @@ def read_state(space: Space, step: Step, allocate: AllocateState) -> dict[str, S
             context.counters.add(damaged=1)
             context.damaged.update({path, context.layout.block(ref.digest)})
         return None
-    context.recent[path] = context.clock()
+    context.note_use(path)
     return values
 
 

@@ -11,8 +11,8 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -36,21 +36,28 @@ DRAIN_WRITES_S = 30.0
 """How long a stop waits for the disk: a full queue of 1 GiB at 35 MB/s."""
 
 
+JOIN_S = 5.0
+"""How long a stop waits for the threads of requests that were answered or cut off."""
+
+
 class CannotServeError(KVStoreError):
     """The model could not be loaded, or the port not be had."""
 
 
 class Requests:
-    """Counts the HTTP requests under way, so that a stop can wait for them."""
+    """The HTTP requests under way and their threads, so that a stop can wait for both."""
 
     def __init__(self) -> None:
         self._active = 0
+        self._threads: set[threading.Thread] = set()
         self._changed = threading.Condition()
 
     def begin(self) -> None:
-        """A request was accepted."""
+        """A request was read, by this thread."""
         with self._changed:
             self._active += 1
+            self._threads = {thread for thread in self._threads if thread.is_alive()}
+            self._threads.add(threading.current_thread())
 
     def end(self) -> None:
         """Its answer was sent, or its client is gone."""
@@ -63,22 +70,37 @@ class Requests:
         with self._changed:
             return self._changed.wait_for(lambda: self._active == 0, timeout)
 
+    def join(self, timeout: float) -> None:
+        """Wait for the threads of all requests to close their connections, timeout seconds at most."""
+        deadline = time.monotonic() + timeout
+        for thread in list(self._threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
 
-def _http_server(requests: Requests) -> type[ThreadingHTTPServer]:
-    """The server class that mlx_lm.server is given: its own kind, with requests counted."""
 
-    class CountingServer(ThreadingHTTPServer):
-        def process_request(self, request: Any, client_address: Any) -> None:
-            requests.begin()
-            super().process_request(request, client_address)
+def _handler(base: type[Any], requests: Requests) -> type[Any]:
+    """The server's own request handler, with requests counted from when they were read to when they are answered.
 
-        def process_request_thread(self, request: Any, client_address: Any) -> None:
+    (Not from when a client connects: one that connects and says nothing must not hold up a stop.)
+    """
+
+    class Handler(base):  # type: ignore[misc]  # mlx-lm ships no types
+        counted = False
+
+        def parse_request(self) -> bool:
+            read: bool = super().parse_request()
+            if read and not self.counted:
+                self.counted = True
+                requests.begin()
+            return read
+
+        def finish(self) -> None:
             try:
-                super().process_request_thread(request, client_address)
+                super().finish()
             finally:
-                requests.end()
+                if self.counted:
+                    requests.end()
 
-    return CountingServer
+    return Handler
 
 
 class RunningServer:
@@ -108,8 +130,9 @@ class RunningServer:
         responses: Any = None
         try:
             responses = _responses(self._server, self._provider, self._tier, self._requests, self._loaded)
-            http = _http_server(self._requests)
-            self._server._run_http_server(host, port, responses, server_class=http)  # noqa: SLF001 - its own run calls it
+            handler = _handler(self._server.APIHandler, self._requests)
+            run = self._server._run_http_server  # noqa: SLF001 - its own run calls it
+            run(host, port, responses, handler_class=handler)
         except KeyboardInterrupt:
             log.debug("kvstore: told to stop while starting")
         except OSError as error:
@@ -120,8 +143,9 @@ class RunningServer:
                 responses.stop_and_join()
             if not self._writer.close(DRAIN_WRITES_S):
                 log.warning("kvstore: stopped before everything was written; what is missing will be computed again")
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number, action in before.items():
+                signal.signal(number, action)
+        self._requests.join(JOIN_S)
         return self._failure
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:

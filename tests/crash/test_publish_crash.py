@@ -120,6 +120,8 @@ def check(scenario: Fresh, root: Path) -> int:
     """What the next process finds, and what it makes of it. Returns the number of tokens that it found."""
     ends = {0, *scenario.before, *scenario.cut}
     base = max(scenario.before, default=0)
+    if (root / "kvstore.json").exists():
+        assert (root / "CACHEDIR.TAG").read_bytes().startswith(b"Signature: ")
     with open_store(root) as store:
         space = store.namespace(INFO)
         assert restore(space, TOKENS[:base], threads=1).tokens == base

@@ -70,12 +70,13 @@ def test_an_overlap_restores_exactly_the_shared_tokens(tmp_path):
     assert (restored.tokens, restored.border) == (218, 200)
 
 
-def test_blocks_after_an_overlap_are_not_read(tmp_path):
+def test_blocks_after_an_overlap_are_not_read(tmp_path, caplog):
     space = open_store(tmp_path / "cache", interval=128).namespace(INFO)
     tokens = prompt(128)
     space.publish(tokens, spans(tokens, 0, 70, 100, 128))
     block_of(space, tokens, -1, 2).unlink()
     assert restore(space, [*tokens[:90], *prompt(38, 9)]).tokens == 90
+    assert caplog.records == []
 
 
 def test_what_was_read_is_counted(store, space):
@@ -358,3 +359,13 @@ def test_blocks_of_a_longer_prompt_restore_a_shorter_one_only_to_its_nodes(space
     space.publish(TOKENS, [Span(0, 16, SPECS, kv(TOKENS, 0, 16)), span(TOKENS, 16, 30)])
     assert restore(space, TOKENS[:29]).tokens == 16
     assert len(node_files(space._space.context.layout.root)) == 2
+
+
+def test_what_was_used_is_remembered_within_bounds(tmp_path):
+    store = open_store(tmp_path / "cache")
+    paths = [tmp_path / str(number) for number in range(40_000)]
+    for path in paths:
+        store.context.note_use(path)
+    assert len(store.context.recent) <= 16_384
+    assert paths[-1] in store.context.recent
+    assert paths[0] not in store.context.recent
