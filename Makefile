@@ -3,14 +3,15 @@
 
 PY := .venv/bin/python
 
-.PHONY: help demo test soak lint bench setup clean
+.PHONY: help demo test soak lint bench bench-quick setup clean
 
 help:
 	@echo "make demo    a coding-review conversation on a real model: disabled, first write, repeat, restart"
 	@echo "make test    every test but the long ones, and lint"
 	@echo "make soak    the long tests"
 	@echo "make lint    ruff and mypy"
-	@echo "make bench   restore and publish speed against the limit of this machine"
+	@echo "make bench   every benchmark against the limit of this machine; BENCH='restore --help' for one of them"
+	@echo "make bench-quick  the core of them in less than five minutes: build/bench/quick.json"
 	@echo "make clean   remove .venv and build"
 
 setup: .venv/.ready
@@ -34,7 +35,10 @@ lint: .venv/.ready
 	$(PY) -m mypy
 
 bench: .venv/.ready
-	LD_PRELOAD="$$($(PY) tools/fast_blas.py)" $(PY) tools/bench.py $(BENCH)
+	$(PY) tools/bench.py $(BENCH)
+
+bench-quick: .venv/.ready
+	$(PY) tools/bench.py quick
 
 clean:
 	rm -rf .venv build

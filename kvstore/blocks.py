@@ -48,8 +48,8 @@ ALIGNMENT = 64
 """Payload offsets are chosen modulo this: the cache line and the widest vector register."""
 
 MAX_HEADER_BYTES = 256 << 10
-"""Room for the tensors of 1,000 layers (about 200 KB); nothing larger is parsed, because a hostile header costs a reader
-about 25 times its size in memory."""
+"""Room for the tensors of 1,000 layers (about 200 KB); nothing larger is parsed, because a hostile header costs a
+reader about 25 times its size in memory."""
 
 _LENGTH_BYTES = 8
 

@@ -1,0 +1,154 @@
+"""`bench restore`: saved KV into an engine's buffers, against the limit of this machine and against others.
+
+Two memory regimes, never mixed, because the first touch of memory costs more than anything else here: `touched` reuses
+memory (one process, methods in turns), `fresh` has memory that nobody has touched (a process for each measurement).
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from bench_child import run_child
+from bench_kv import Shape, add_shape, shape_of
+from bench_machine import BenchError, OtherWork, conditions, data_folder, need_disk, need_memory
+from bench_report import Outcome, count_list, table
+from bench_restore_methods import METHODS
+from bench_stats import Sample, paired, rotated
+from kvstore import DEFAULT_INTERVAL
+
+__all__ = ["HELP", "configure", "run"]
+
+HELP = "restore of saved KV against raw reads, mlx-lm's load_prompt_cache and mx.load"
+
+_REGIMES = ("touched", "fresh")
+_FULL_TOKENS = 32768
+_GRANULE = 256
+_MODULE = "bench_restore_methods"
+# How often the KV lies in memory at once: store's, raw's, mlx-lm's arrays; and the page cache of both files.
+_COPIES = {"touched": 5.1, "fresh": 3.1}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Options of this subcommand."""
+    add_shape(parser, Shape())
+    parser.add_argument("--tokens", type=count_list, default=[2048, 8192], help="prompt lengths (default: 2048,8192)")
+    parser.add_argument("--full", action="store_true", help=f"also {_FULL_TOKENS} tokens")
+    parser.add_argument(
+        "--span", type=int, default=0, help="tokens a block, as a conversation leaves them (default: a chunk)"
+    )
+    parser.add_argument("--rounds", type=int, default=9, help="rounds in touched memory (default: 9)")
+    parser.add_argument("--fresh-rounds", type=int, default=7, help="rounds of new processes (default: 7)")
+    parser.add_argument("--regime", choices=_REGIMES, action="append", help="only this one (default: both)")
+    parser.add_argument("--threads", type=count_list, default=[], help="the store with so many threads too: 1,2,4")
+    parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before each reading")
+
+
+def run(options: argparse.Namespace) -> Outcome:
+    """Measure every length and regime that was asked for."""
+    shape = shape_of(options)
+    lengths = sorted({*options.tokens, *([_FULL_TOKENS] if options.full else [])})
+    if any(tokens % _GRANULE for tokens in lengths):
+        raise BenchError(f"prompt lengths must be multiples of {_GRANULE}, in which mlx-lm's caches grow")
+    regimes = options.regime or list(_REGIMES)
+    document: dict[str, Any] = {
+        "command": "restore",
+        "conditions": conditions(options.dir.parent),
+        "shape": shape.document(),
+        "block_tokens": options.span or DEFAULT_INTERVAL,
+        "page_cache": "dropped before each reading (posix_fadvise)" if options.cold else "warm",
+        "results": [],
+    }
+    with data_folder(options.dir, keep=options.keep) as folder:
+        for tokens in lengths:
+            job = _prepared(folder, shape, tokens, options)
+            for regime in regimes:
+                document["results"].append(_measured(job, regime, options))
+            for name in ("store", "file"):
+                _forget(Path(job[name]), keep=options.keep)
+    return Outcome(document, [_table(result, document) for result in document["results"]])
+
+
+def _prepared(folder: Path, shape: Shape, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
+    size = shape.token_bytes * tokens
+    need_disk(folder, 2 * size)
+    job = {
+        "task": "make",
+        "store": str(folder / f"store-{tokens}"),
+        "file": str(folder / f"prompt-cache-{tokens}.safetensors"),
+        "tokens": tokens,
+        "shape": {"layers": shape.layers, "heads": shape.heads, "dim": shape.dim, "dtype": shape.dtype},
+        "cold": options.cold,
+        "span": options.span,
+    }
+    run_child(_MODULE, job)
+    return job
+
+
+def _forget(path: Path, *, keep: bool) -> None:
+    """Remove what was measured before the next length needs the room."""
+    if keep:
+        return
+    if path.is_dir():
+        for file in sorted(path.rglob("*"), reverse=True):
+            file.rmdir() if file.is_dir() else file.unlink()
+        path.rmdir()
+    else:
+        path.unlink()
+
+
+def _measured(job: dict[str, Any], regime: str, options: argparse.Namespace) -> dict[str, Any]:
+    size = shape_of(options).token_bytes * job["tokens"]
+    need_memory(int(_COPIES[regime] * size))
+    methods = [*METHODS, *(f"store{threads}" for threads in options.threads)]
+    other = OtherWork()
+    extra: dict[str, list[float]] = {}
+    if regime == "touched":
+        seconds = run_child(_MODULE, {**job, "task": regime, "methods": methods, "rounds": options.rounds})["seconds"]
+    else:
+        seconds = {name: [] for name in methods}
+        extra = {name: [] for name in methods}
+        for turn in range(options.fresh_rounds):
+            for name in rotated(methods, turn):
+                result = run_child(_MODULE, {**job, "task": regime, "method": name})
+                seconds[name].append(result["seconds"])
+                extra[name].append(result["extra_peak"])
+    return {
+        "tokens": job["tokens"],
+        "regime": regime,
+        "payload_bytes": size,
+        "cores_used_by_others": other.cores(),
+        "seconds": {name: Sample.of(values).document() for name, values in seconds.items()},
+        "extra_peak_bytes": {name: Sample.of(values).document() for name, values in extra.items()},
+        # Speeds, so above 1 the store is the faster one: time of the other over the store's in the same round.
+        "store_over": {name: paired(seconds[name], seconds["store"]).document() for name in methods if name != "store"},
+    }
+
+
+def _table(result: dict[str, Any], document: dict[str, Any]) -> Any:
+    size = result["payload_bytes"]
+    rows = []
+    for name, measured in result["seconds"].items():
+        sample = Sample.of(measured["values"])
+        over = result["store_over"].get(name)
+        extra = result["extra_peak_bytes"].get(name)
+        rows.append(
+            [
+                METHODS.get(name) or f"kvstore, {name[5:]} thread{'s' * (name[5:] != '1')}",
+                sample.text(1e3, 1),
+                f"{size / sample.median / 1e9:.2f}",
+                "" if over is None else Sample.of(over["values"]).text(),
+                "" if extra is None else f"{extra['median'] / 2**20:.1f}",
+            ]
+        )
+    shape = document["shape"]
+    others = result["cores_used_by_others"]
+    return table(
+        f"restore, {result['tokens']} tokens of {shape['token_bytes'] / 1024:g} KiB, "
+        f"{result['regime']} memory, blocks of {document['block_tokens']} tokens",
+        ["method", "ms, median (min to max)", "GB/s", "kvstore over it", "extra peak MiB"],
+        rows,
+        f"n = {result['seconds']['store']['n']}, page cache {document['page_cache']}, "
+        f"other processes used {'?' if others is None else f'{others:.2f}'} cores",
+    )

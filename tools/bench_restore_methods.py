@@ -1,0 +1,212 @@
+"""The ways to get saved KV into memory that the restore benchmark compares. Runs in children only (see bench_child).
+
+Each method is a closure over what a real reader has before it begins (names of files, a match), timed from there to the
+moment when every byte lies in memory. What it read is held until the clock has stopped.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from bench_kv import Shape, block_paths, fill_store, open_match
+from bench_machine import PeakMemory, drop_page_cache
+from bench_stats import interleaved
+
+__all__ = ["METHODS", "child"]
+
+METHODS = {
+    "store": "kvstore, digests verified",
+    "raw1": "raw preadv, 1 thread",
+    "raw4": "raw preadv, 4 threads",
+    "load_prompt_cache": "mlx-lm load_prompt_cache",
+    "mx_load": "mx.load + concatenate a layer",
+}
+"""Every method with its name for people. store may be followed by a number of threads: store4."""
+
+_MOST = 1 << 30
+"""Bytes of one call: Linux moves no more than 0x7ffff000, and macOS refuses more than INT_MAX."""
+
+Timed = Callable[[], float]
+
+
+def child(job: Mapping[str, Any]) -> dict[str, Any]:
+    """One of three tasks: make the files, measure once in new memory, or measure in turns in memory used before."""
+    tasks = {"make": _make, "fresh": _fresh, "touched": _touched}
+    return tasks[job["task"]](job)
+
+
+def _make(job: Mapping[str, Any]) -> dict[str, Any]:
+    """A store, and if wanted the same KV as mlx-lm's own file."""
+    from kvstore_mlx.buffers import address_phase  # noqa: PLC0415 - imports MLX
+
+    shape = Shape(**job["shape"])
+    fill_store(Path(job["store"]), shape, job["tokens"], address_phase(), job["span"], durable=job["cold"])
+    if job["file"]:
+        import mlx.core as mx  # noqa: PLC0415
+        from mlx_lm.models.cache import save_prompt_cache  # noqa: PLC0415
+
+        from kvstore_mlx.codec import Restoring  # noqa: PLC0415
+
+        space, match = open_match(Path(job["store"]), job["tokens"])
+        target = Restoring(shape.layers, job["tokens"])
+        space.read(match, target.allocate)
+        save_prompt_cache(job["file"], target.caches(job["tokens"]))
+        mx.synchronize()
+    return {"phase": address_phase()}
+
+
+def _fresh(job: Mapping[str, Any]) -> dict[str, Any]:
+    """One measurement in memory that this process has never touched."""
+    method = _method(job["method"], job)
+    _chill(job)
+    peak = PeakMemory()
+    seconds = method()
+    return {"seconds": seconds, "extra_peak": peak.above(Shape(**job["shape"]).token_bytes * job["tokens"])}
+
+
+def _touched(job: Mapping[str, Any]) -> dict[str, Any]:
+    """All methods in turns, with memory that they used the round before."""
+    if any(not name.startswith("raw") for name in job["methods"]):
+        import mlx.core as mx  # noqa: PLC0415 - not where only raw reads are measured
+
+        mx.set_cache_limit(1 << 40)
+
+    def measured(name: str) -> Timed:
+        method = _method(name, job)
+
+        def cooled() -> float:
+            _chill(job)
+            return method()
+
+        return cooled
+
+    return {"seconds": interleaved({name: measured(name) for name in job["methods"]}, job["rounds"])}
+
+
+def _chill(job: Mapping[str, Any]) -> None:
+    if job["cold"]:
+        _, match = open_match(Path(job["store"]), job["tokens"])
+        drop_page_cache([*block_paths(match), *([Path(job["file"])] if job["file"] else [])])
+
+
+def _method(name: str, job: Mapping[str, Any]) -> Timed:
+    if not name.startswith("raw"):
+        from kvstore_mlx.buffers import address_phase  # noqa: PLC0415 - imports MLX
+
+        # What a server does at its start: MLX makes its threads at the first use of a reader, not in the measurement.
+        address_phase()
+    if name.startswith("store"):
+        return _store(Path(job["store"]), job["tokens"], Shape(**job["shape"]), int(name[5:] or 0))
+    _, match = open_match(Path(job["store"]), job["tokens"])
+    paths = block_paths(match)
+    if name.startswith("raw"):
+        return _raw(paths, int(name[3:]))
+    if name == "mx_load":
+        return _mx_load(paths, [spec.name for spec in Shape(**job["shape"]).specs])
+    return _load_prompt_cache(job["file"])
+
+
+def _store(path: Path, tokens: int, shape: Shape, threads: int) -> Timed:
+    """Namespace.read into the buffers of a restore with the room that the server gives it."""
+    from kvstore_mlx.codec import Restoring  # noqa: PLC0415 - imports MLX and mlx-lm
+
+    space, match = open_match(path, tokens)
+    more = (threads,) if threads else ()
+
+    def run() -> float:
+        started = time.perf_counter()
+        target = Restoring(shape.layers, tokens + 256)
+        restored = space.read(match, target.allocate, *more)
+        seconds = time.perf_counter() - started
+        if restored.tokens != tokens:
+            raise AssertionError(f"{restored.tokens} of {tokens} tokens were restored")
+        return seconds
+
+    return run
+
+
+def _raw(paths: Sequence[Path], threads: int) -> Timed:
+    """The same files, whole, one after the other into plain memory: what the machine can do.
+
+    Pages of memory and of the file begin together, the best case for a copy. The memory is kept for the next call.
+    """
+    sizes = [path.stat().st_size for path in paths]
+    places = [-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes]
+    memory: mmap.mmap | None = None
+
+    def run() -> float:
+        nonlocal memory
+        started = time.perf_counter()
+        if memory is None:
+            memory = mmap.mmap(-1, sum(places), flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
+        view = memoryview(memory)
+        work: list[_Piece] = []
+        with ExitStack() as stack:
+            at = 0
+            for path, size, place in zip(paths, sizes, places, strict=True):
+                fd = os.open(path, os.O_RDONLY)
+                stack.callback(os.close, fd)
+                # Shares of equal size, so that one file keeps all threads busy too.
+                step = size if threads == 1 else -(-size // threads // mmap.PAGESIZE) * mmap.PAGESIZE
+                work += [(fd, view[at + i : at + min(i + step, size)], i) for i in range(0, size, step)]
+                at += place
+            if threads == 1:
+                for piece in work:
+                    _read(piece)
+            else:
+                with ThreadPoolExecutor(threads) as pool:
+                    list(pool.map(_read, work))
+        return time.perf_counter() - started
+
+    return run
+
+
+_Piece: TypeAlias = tuple[int, memoryview, int]
+
+
+def _read(piece: _Piece) -> None:
+    fd, view, at = piece
+    while view.nbytes:
+        got = os.preadv(fd, [view[:_MOST]], at)
+        if not got:
+            raise AssertionError("a file became shorter while it was read")
+        view, at = view[got:], at + got
+
+
+def _load_prompt_cache(file: str) -> Timed:
+    """mlx-lm's own file of the same KV, evaluated: it loads lazily."""
+    import mlx.core as mx  # noqa: PLC0415
+    from mlx_lm.models.cache import load_prompt_cache  # noqa: PLC0415
+
+    def run() -> float:
+        started = time.perf_counter()
+        caches = load_prompt_cache(file)
+        mx.eval([array for cache in caches for array in (cache.keys, cache.values)])
+        return time.perf_counter() - started
+
+    return run
+
+
+def _mx_load(paths: Sequence[Path], names: Sequence[str]) -> Timed:
+    """MLX's own reader on the same blocks, joined a tensor at a time so that no more than one is there twice."""
+    import mlx.core as mx  # noqa: PLC0415
+
+    def run() -> float:
+        started = time.perf_counter()
+        blocks: list[Any] = [mx.load(str(path), format="safetensors") for path in paths]
+        joined = []
+        for name in names:
+            parts = [block.pop(name) for block in blocks]
+            array = mx.concatenate(parts, axis=1)[None] if len(parts) > 1 else parts[0][None]
+            mx.eval(array)
+            joined.append(array)
+        return time.perf_counter() - started
+
+    return run
