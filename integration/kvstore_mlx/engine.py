@@ -24,6 +24,7 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
         super().__init__(*args, **kwargs)
         self._tier = tier
         self._recordings: dict[int, Recording] = {}
+        self._due: set[int] = set()
 
     def insert_segments(self, segments: list[list[list[int]]], *args: Any, **kwargs: Any) -> list[int]:
         """As in mlx-lm; the server inserts one request right after fetching its cache."""
@@ -40,7 +41,12 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
         return super().remove(uids, *args, **kwargs)
 
     def next(self) -> Any:
-        """One step of the engine, then a look at what it completed."""
+        """One step of the engine between two looks at it.
+
+        What a first token makes due is copied before the next step, when the token has been handed to its client.
+        """
+        if self._due:
+            guarded(self._save_prompts)
         prompt_responses, generation_responses = super().next()
         if self._recordings:
             guarded(lambda: self._look(generation_responses))
@@ -60,10 +66,15 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
                 del self._recordings[response.uid]
                 self._tier.expect(response.prompt_cache, recording)
             elif recording.prompt_due:
-                index = self._generation_batch.uids.index(response.uid)
-                computed = len(self._generation_batch.tokens[index])
-                rows = batch_rows(self._generation_batch.prompt_cache, index, computed)
-                guarded(lambda: recording.first_token(rows))  # noqa: B023 - called at once
+                self._due.add(response.uid)
+
+    def _save_prompts(self) -> None:
+        due, self._due = self._due, set()
+        batch = self._generation_batch
+        for index, uid in enumerate(batch.uids):
+            recording = self._recordings.get(uid)
+            if uid in due and recording is not None:
+                recording.first_token(batch_rows(batch.prompt_cache, index, len(batch.tokens[index])))
 
     def _prefilled(self, recording: Recording, batch: Any, index: int) -> None:
         done = len(batch.tokens[index])
