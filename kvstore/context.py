@@ -116,22 +116,17 @@ class Staging:
         """A new empty file to write, and its path. A folder that somebody cleaned away is made again."""
         with self._lock:
             self._next += 1
-            number = self._next
             if self._folder is None:
-                self._folder = self._make()
-            path = self._folder / f"{number:x}"
+                me = this_process()
+                # Known before it is made: if that fails halfway (made and not synced), close still removes it.
+                self._folder = self._layout.tmp / f"{me.host}.{me.boot}.{me.pid}.{secrets.token_hex(4)}"
+                self._fs.make_dir(self._folder)
+            path = self._folder / f"{self._next:x}"
             try:
                 return self._fs.create(path), path
             except FileNotFoundError:
-                self._folder = self._make()
-                path = self._folder / f"{number:x}"
+                self._fs.make_dir(self._folder)
                 return self._fs.create(path), path
-
-    def _make(self) -> Path:
-        me = this_process()
-        folder = self._layout.tmp / f"{me.host}.{me.boot}.{me.pid}.{secrets.token_hex(4)}"
-        self._fs.make_dir(folder)
-        return folder
 
     def discard(self, path: Path) -> None:
         """Remove a staged file that will not be published."""

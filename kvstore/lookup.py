@@ -146,7 +146,10 @@ def _up_to_state(space: Space, steps: list[Step]) -> list[Step]:
 def has_state(space: Space, step: Step) -> bool:
     """Whether a boundary state lies at this node: one stat."""
     path = step.path.with_suffix(".state")
-    return path not in space.context.damaged and path.is_file()
+    try:
+        return path not in space.context.damaged and path.is_file()
+    except OSError:
+        return False
 
 
 def _tail(space: Space, packed: bytes, steps: list[Step], parent: Key, chunk: Chunk) -> Match:

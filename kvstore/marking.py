@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from kvstore.context import Context
@@ -63,7 +64,8 @@ class Marks:
 def mark(context: Context, files: Sequence[NodeFile], fresh: Sequence[NodeFile] = ()) -> Marks:
     """Read these manifests. Raises OSError when one of them can neither be read nor is gone."""
     marks = Marks(fresh=frozenset(file.file for file in fresh))
-    files = [*files, *fresh]
+    # By inode: neighbours on disk are read one after the other, which a cold cache repays many times over.
+    files = sorted((*files, *fresh), key=attrgetter("inode"))
     tails = _Tails(files, context.interval)
     containers: list[tuple[str, int]] = []
     at: dict[str, int] = {}

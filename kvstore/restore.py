@@ -70,6 +70,10 @@ def read(match: Match, allocate: Allocate, threads: int = THREADS) -> Restored:
         context.damaged.update(step.path for step in steps if step.first <= bad.first < step.end)
     if not good:
         return Restored(0, 0, 0)
+    if context.damaged:
+        # Another process healed it, or it could not be opened for a moment: its digest says that it is whole, and a
+        # publish that goes on from here must be able to refer to it.
+        context.damaged.difference_update(context.layout.block(ref.digest) for ref in good)
     size = sum(ref.size for ref in good)
     tokens = min(match.count, good[-1].first + good[-1].count)
     context.counters.add(restored_tokens=tokens, restored_bytes=size)

@@ -41,12 +41,12 @@ class Headers:
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._good: set[BlockRef] = set()
+        self._good: dict[bytes, BlockRef] = {}
         self._known: set[tuple[bytes, bytes, int, int, Kind]] = set()
 
     def check(self, ref: BlockRef, kind: Kind) -> None:
         """Whether a block can be what a manifest says, by its size and header. Raises DamagedBlockError and OSError."""
-        if ref in self._good:
+        if self._good.get(ref.digest) == ref:
             return
         fd, status = self._reader.fs.open_fd(self._reader.block(ref.digest))
         try:
@@ -67,7 +67,7 @@ class Headers:
         else:
             _parse(head, ref, kind)
             _check_metadata(head, ref)
-        self._good.add(ref)
+        self._good[ref.digest] = ref
 
 
 def _parse(head: bytes, ref: BlockRef, kind: Kind) -> None:
