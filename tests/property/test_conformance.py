@@ -1,0 +1,258 @@
+"""kvstore passes its own public conformance suite, and the suite catches stores that do not keep the promises."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from kvstore import DamagedBlockError, Span, State, Store, TensorSpec
+from kvstore.blocks import read_span
+from kvstore.testing import TENSORS, DirectorySubject, Model, Oracle, Subject, random_tokens, store_machine
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Histories whose steps take turns of seconds on a busy machine are no finding, and what fails is printed as a program.
+QUIET = settings(
+    deadline=None, database=None, print_blob=True, stateful_step_count=30, suppress_health_check=list(HealthCheck)
+)
+SMALL = settings(QUIET, max_examples=int(os.environ.get("KVSTORE_EXAMPLES", "35")), derandomize=True)
+SOAK_EXAMPLES = int(os.environ.get("KVSTORE_SOAK_EXAMPLES", "4000"))
+
+MACHINES = {
+    "matches inside a chunk": store_machine(DirectorySubject),
+    "many chunks": store_machine(DirectorySubject, interval=16),
+    "nothing per token": store_machine(DirectorySubject, interval=64, tensors=()),
+    "one tensor": store_machine(DirectorySubject, interval=80, tensors=[TensorSpec("k", "F16", 1, (1,))]),
+}
+
+
+@pytest.fixture(autouse=True)
+def _quick_and_quiet(monkeypatch):
+    """In memory where there is such a place; and damage is on purpose here, one line for each would be thousands."""
+    if os.access("/dev/shm", os.W_OK):
+        monkeypatch.setattr("tempfile.tempdir", "/dev/shm")
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_kvstore_conforms(name):
+    run_state_machine_as_test(MACHINES[name], settings=SMALL)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(6 * 3600)
+@pytest.mark.parametrize("name", MACHINES)
+def test_kvstore_conforms_at_length(name):
+    """10,000 histories and more in all, others every time; what fails prints the seed to repeat it."""
+    share = {"matches inside a chunk": 1.5, "nothing per token": 0.25, "one tensor": 0.5}.get(name, 1)
+    run_state_machine_as_test(MACHINES[name], settings=settings(QUIET, max_examples=int(SOAK_EXAMPLES * share)))
+
+
+# Stores with a mistake in them, each of which a history must bring to light.
+
+
+class Wrapped:
+    """A namespace of kvstore with one method of its own."""
+
+    def __init__(self, space) -> None:
+        self.space = space
+
+    def __getattr__(self, name):
+        return getattr(self.space, name)
+
+
+class Wrapping:
+    """A store whose namespaces are wrapped."""
+
+    wrap: type[Wrapped]
+
+    def __init__(self, store) -> None:
+        self.store = store
+
+    def namespace(self, info):
+        return self.wrap(self.store.namespace(info))
+
+    def close(self) -> None:
+        self.store.close()
+
+
+class IgnoresSalt(Wrapping):
+    wrap = Wrapped
+
+    def namespace(self, info):
+        return self.store.namespace(replace(info, salt=b""))
+
+
+class CutsWrongly(Wrapped):
+    """Takes the block of a span for that of the tokens one further on, if it begins inside a chunk."""
+
+    def publish(self, tokens, spans):
+        wrong = [
+            Span(span.first, span.count, span.specs, [bytes(part)[::-1] for part in span.data])
+            if span.first % 128 > 64
+            else span
+            for span in spans
+        ]
+        return self.space.publish(tokens, wrong)
+
+
+class FindsMore(Wrapped):
+    """Says one token more than it has when a match ends inside a chunk."""
+
+    def lookup(self, tokens, *, trimmable=True):
+        match = self.space.lookup(tokens, trimmable=trimmable)
+        return match if match.exact else replace(match, count=match.count + 1)
+
+
+class ForgetsTails(Wrapped):
+    """Finds full chunks only."""
+
+    def lookup(self, tokens, *, trimmable=True):
+        match = self.space.lookup(tokens, trimmable=trimmable)
+        steps = tuple(step for step in match.steps if step.name.count == 128)
+        end = steps[-1].end if steps else 0
+        return replace(match, steps=steps, count=end, border=end, exact=True)
+
+
+class MixesStates(Wrapped):
+    """Hands out the state of other tokens."""
+
+    def publish_state(self, tokens, state):
+        return self.space.publish_state(tokens, State(state.tensors, [b"?" * len(part) for part in state.data]))
+
+
+class SavesOrphans(Wrapped):
+    """Pretends that a publish without what comes before it went well."""
+
+    def publish(self, tokens, spans):
+        try:
+            return self.space.publish(tokens, spans)
+        except Exception:
+            return None
+
+
+class TrustsTheDisk(DirectorySubject):
+    """Serves what it read, whatever its digest is: see the test."""
+
+
+class LosesParents(DirectorySubject):
+    """Collects by tossing coins."""
+
+    def collect(self, share):
+        for path in sorted((self.folder / "objects" / "nodes").rglob("*.kv"))[::2]:
+            path.unlink()
+
+
+def subject(wrap):
+    if issubclass(wrap, Subject):
+        return wrap
+    store = wrap if issubclass(wrap, Wrapping) else type(wrap.__name__, (Wrapping,), {"wrap": wrap})
+    return type(wrap.__name__, (DirectorySubject,), {"open": lambda self: store(DirectorySubject.open(self))})
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (IgnoresSalt, "found .* tokens, not|WRONG BYTES"),
+        (CutsWrongly, "WRONG BYTES"),
+        (FindsMore, "found .* tokens, not"),
+        (ForgetsTails, "found 0 tokens, not"),
+        (MixesStates, "WRONG"),
+        (SavesOrphans, "without what comes before it"),
+        (TrustsTheDisk, "WRONG BYTES"),
+        (LosesParents, "continue"),
+    ],
+)
+def test_the_suite_finds(mistake, said, monkeypatch):
+    if mistake is TrustsTheDisk:
+        monkeypatch.setattr("kvstore.restore.read_span", read_trustingly)
+    machine = store_machine(subject(mistake))
+    found = settings(QUIET, max_examples=200, derandomize=True, phases=[Phase.generate], report_multiple_bugs=False)
+    with pytest.raises(AssertionError, match=said):
+        run_state_machine_as_test(machine, settings=found)
+
+
+def read_trustingly(*arguments) -> None:
+    with suppress(DamagedBlockError):
+        read_span(*arguments)
+
+
+def test_the_model_knows_when_a_match_inside_a_chunk_must_be_found():
+    model = Model(128)
+    known, other = random_tokens(1, 100), random_tokens(2, 100)
+    model.add(known, frozenset({100}), 0, frozenset())
+    assert model.promise(known[: 4 * 63] + other, 0) == 0
+    assert model.promise(known[: 4 * 70] + other, 0) == 70
+    assert model.promise(known + other, 0) == 100
+    assert Model(128, overlaps=False, saved=model.saved, ever=model.ever).promise(known[: 4 * 70] + other, 0) == 0
+    model.doubt_all()
+    assert model.promise(known + other, 0) == 0
+    assert model.most(known + other) == 100
+
+
+def test_the_bytes_of_a_token_depend_on_all_before_it():
+    oracle, other = Oracle(), Oracle(who="other")
+    tokens = random_tokens(1, 40)
+    assert oracle.kv(tokens, 30, 40) == oracle.kv(tokens[: 4 * 40], 30, 40)
+    assert oracle.kv(tokens, 30, 40) != oracle.kv(bytes(4) + tokens[4:], 30, 40)
+    assert oracle.kv(tokens, 30, 40) != other.kv(tokens, 30, 40)
+    assert [len(part) for part in oracle.kv(tokens, 30, 40)] == [spec.span_bytes(10) for spec in TENSORS]
+
+
+def test_the_example_in_the_docs_runs(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "testing.md").read_text(), re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+    names: dict[str, object] = {"Path": Path}
+    exec(compile(code, "docs/testing.md", "exec"), names)
+    case = names["TestMyStore"]
+    assert isinstance(case, type)
+    case.settings = settings(SMALL, max_examples=5)
+    case("runTest").runTest()
+
+
+def test_neither_kvstore_nor_the_suite_needs_pytest_and_kvstore_not_even_hypothesis():
+    code = (
+        "import sys, kvstore.testing; assert 'hypothesis' not in sys.modules\n"
+        "from kvstore.testing import store_machine\n"
+        "assert 'pytest' not in sys.modules and 'hypothesis' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_hypothesis_a_sentence_says_what_to_install():
+    code = (
+        "import sys; sys.modules['hypothesis'] = sys.modules['hypothesis.strategies'] = None\n"
+        "import kvstore.testing\n"
+        "try: from kvstore.testing import store_machine\n"
+        "except ImportError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "pip install 'kvstore-llm[testing]'" in done.stdout
+
+
+def test_histories_leave_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run_state_machine_as_test(MACHINES["many chunks"], settings=settings(SMALL, max_examples=3))
+    assert list(tmp_path.iterdir()) == []
+    shutil.rmtree(tmp_path)
+
+
+def test_a_store_of_ones_own_needs_only_open(tmp_path):
+    class Least(Subject):
+        def open(self):
+            return Store.open(self.folder, interval=self.interval)
+
+    run_state_machine_as_test(store_machine(Least, overlaps=False), settings=settings(SMALL, max_examples=3))
