@@ -1,0 +1,303 @@
+"""Many processes on one directory, killed and stopped at random; run by test_races.py as a program of its own.
+
+    python race_driver.py DIR --processes 8 --seconds 15 --seed 1 [--vandal]
+
+Workers are forked, so that a killed one is replaced within milliseconds. What a worker does follows from its seed; when
+it is killed does not. Prints one JSON document; a worker that saw something it must not has written down what.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import mmap
+import os
+import random
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from kvstore import Durability, FileSystem, MissingParentError, NamespaceInfo, Store
+from kvstore.fsck import check
+from kvstore.gc import Policy, collect, usage
+from kvstore.repack import repack
+from kvstore.testing import Memory, Oracle, StateMemory, random_tokens
+
+INTERVAL = 64
+INFO = NamespaceInfo({"model": "races"}, "races")
+ORACLE = Oracle()
+FS = FileSystem(Durability.NONE)
+CONVERSATIONS = 6
+TURNS = 5
+AHEAD_NS = 3 * 86_400 * 10**9
+"""Past every grace time: a collector with this clock takes everything for old, also what is being written just now."""
+
+COUNTERS = (
+    "publishes", "refused", "states", "restores", "tokens", "misses", "collections", "collected", "checks", "found",
+    "repacks", "joined", "vandalised", "opened",
+)  # fmt: skip
+
+
+class Counted:
+    """Counters of one worker's place, in memory that outlives it."""
+
+    def __init__(self, memory: mmap.mmap, place: int) -> None:
+        self._memory = memory
+        self._at = place * len(COUNTERS) * 8
+
+    def add(self, name: str, amount: int = 1) -> None:
+        at = self._at + COUNTERS.index(name) * 8
+        (value,) = struct.unpack_from("<q", self._memory, at)
+        struct.pack_into("<q", self._memory, at, value + amount)
+
+
+def prompt(conversation: int, turns: int, branch: int) -> bytes:
+    """Conversations of two kinds of system text; a branch asks something else in its last turn."""
+    parts = [random_tokens(conversation % 2, 100)]
+    for turn in range(turns):
+        seed = 1000 * (conversation + 1) + turn + (100 * branch if turn == turns - 1 else 0)
+        parts.append(random_tokens(seed, 20 + seed * 37 % 90))
+    return b"".join(parts)
+
+
+def any_prompt(choose: random.Random) -> bytes:
+    return prompt(choose.randrange(CONVERSATIONS), choose.randint(0, TURNS), choose.choice([0, 0, 1, 2]))
+
+
+def restored(store: Store, tokens: bytes, count: Counted) -> int:
+    """Restore and compare; the border. Wrong bytes raise, and so does any exception of the store's."""
+    space, memory = store.namespace(INFO), Memory()
+    match = space.lookup(tokens)
+    result = space.read(match, memory)
+    assert result.tokens <= match.count <= len(tokens) // 4
+    ORACLE.check(memory, tokens, result.tokens)
+    count.add("restores")
+    count.add("tokens", result.tokens)
+    count.add("misses", result.tokens < match.count)
+    return result.border
+
+
+def read_state(store: Store, tokens: bytes) -> None:
+    space, memory = store.namespace(INFO), StateMemory()
+    match = space.lookup(tokens, trimmable=False)
+    values = space.read_state(match, memory)
+    if values is not None:
+        ORACLE.check_state(memory, values, tokens[: match.count * 4])
+
+
+def read(store: Store, choose: random.Random, count: Counted) -> None:
+    tokens = any_prompt(choose)
+    restored(store, tokens + random_tokens(choose.randrange(5), 40), count)
+    read_state(store, tokens)
+    cached = store.tokenizations(b"races").get(b"text of " + tokens)
+    assert cached in {None, tokens}
+
+
+def write(store: Store, choose: random.Random, count: Counted) -> None:
+    """As an engine: restore, publish the rest in some pieces, states at some of their ends."""
+    tokens = any_prompt(choose)
+    end = len(tokens) // 4
+    first = restored(store, tokens, count)
+    space = store.namespace(INFO)
+    cuts = {choose.randint(first, end) for _ in range(3)} | set(range(0, end, INTERVAL)) | {end}
+    ends = sorted(cut for cut in cuts if cut > first)
+    try:
+        while ends:
+            some = ends[: choose.randint(1, 3)]
+            del ends[: len(some)]
+            decode = choose.random() < 0.3
+            spans = [ORACLE.span(tokens, *pair, decode=decode) for pair in zip([first, *some], some, strict=False)]
+            space.publish(tokens, spans)
+            count.add("publishes")
+            first = some[-1]
+            if choose.random() < 0.3:
+                space.publish_state(tokens[: first * 4], ORACLE.state(tokens[: first * 4]))
+                count.add("states")
+    except MissingParentError:
+        # Collected between two steps: the one error that a publisher must expect here.
+        count.add("refused")
+    store.tokenizations(b"races").put(b"text of " + tokens, tokens)
+
+
+def gather(store: Store, choose: random.Random, count: Counted) -> None:
+    share = choose.choice([0.3, 0.6, 0.9, 1.0])
+    report = collect(store.context, Policy(size=int(usage(store.context) * share)))
+    assert not report.error, report.error
+    count.add("collections", not report.busy)
+    count.add("collected", report.nodes)
+    time.sleep(choose.random() * 0.2)
+
+
+def inspect(store: Store, choose: random.Random, count: Counted, *, vandal: bool) -> None:
+    report = check(store.context, read_data=choose.random() < 0.5, repair=choose.random() < 0.5, settle_s=0.01, jobs=1)
+    assert not report.error, report.error
+    errors = [f"{each.code} {each.path}: {each.sentence}" for each in report.findings if each.severity == "error"]
+    assert vandal or not errors, errors
+    count.add("checks")
+    count.add("found", len(errors))
+    time.sleep(choose.random() * 0.1)
+
+
+def join(store: Store, choose: random.Random, count: Counted, *, vandal: bool) -> None:
+    report = repack(store.context, older_than_ns=0)
+    assert not report.error, report.error
+    assert vandal or not report.damaged, report.problems
+    count.add("repacks")
+    count.add("joined", report.nodes)
+    time.sleep(choose.random() * 0.2)
+
+
+def vandalise(store: Store, choose: random.Random, count: Counted) -> None:
+    """Damage a file, or lose it."""
+    files = sorted(path for path in (store.path / "objects").rglob("*") if path.is_file())
+    if files:
+        path = choose.choice(files)
+        try:
+            if choose.random() < 0.3:
+                path.unlink()
+            else:
+                with open(path, "r+b") as file:
+                    file.seek(choose.randrange(max(1, path.stat().st_size)))
+                    file.write(bytes([choose.randrange(256)]))
+            count.add("vandalised")
+        except FileNotFoundError:
+            pass
+    time.sleep(choose.random() * 0.3)
+
+
+class Crew:
+    """The workers, and who does what: place by place."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.root: Path = given.directory / "store"
+        self.reports: Path = given.directory / "reports"
+        self.reports.mkdir(parents=True)
+        self.given = given
+        self.choose = random.Random(given.seed)
+        self.memory = mmap.mmap(-1, given.processes * len(COUNTERS) * 8)
+        special = ["gc", "gc ahead", "fsck", "repack"]
+        if given.processes > 16:
+            special += ["gc ahead", "fsck ahead", "repack", "gc"]
+        if given.vandal:
+            special[0] = "vandal"
+        rest = given.processes - len(special)
+        self.roles = [*special, *["write"] * ((rest + 1) // 2), *["read"] * (rest // 2)]
+        self.pids: dict[int, int] = {}
+        self.stopped: dict[int, float] = {}
+        self.until = time.monotonic() + given.seconds
+        self.kills = self.stops = 0
+        self.failed: list[str] = []
+
+    def start(self, place: int) -> None:
+        seed = self.choose.randrange(1 << 32)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(self.work(place, seed))
+        self.pids[pid] = place
+
+    def work(self, place: int, seed: int) -> int:
+        role, choose, count = self.roles[place], random.Random(seed), Counted(self.memory, place)
+        vandal = self.given.vandal
+        tasks: dict[str, Callable[[Store], None]] = {
+            "write": lambda store: write(store, choose, count),
+            "read": lambda store: read(store, choose, count),
+            "gc": lambda store: gather(store, choose, count),
+            "fsck": lambda store: inspect(store, choose, count, vandal=vandal),
+            "repack": lambda store: join(store, choose, count, vandal=vandal),
+            "vandal": lambda store: vandalise(store, choose, count),
+        }
+        name, _, ahead = role.partition(" ")
+        late = AHEAD_NS if ahead else 0
+        try:
+            while time.monotonic() < self.until:
+                with Store.open(self.root, interval=INTERVAL, fs=FS, clock=lambda: time.time_ns() + late) as store:
+                    count.add("opened")
+                    for _ in range(choose.randint(1, 20)):
+                        tasks[name](store)
+                        if time.monotonic() >= self.until:
+                            break
+        except BaseException:
+            report = f"worker {place} ({role}, seed {seed}) at {time.time():.3f}:\n{traceback.format_exc()}"
+            (self.reports / f"{os.getpid()}").write_text(report)
+            return 1
+        return 0
+
+    def run(self) -> None:
+        for place in range(len(self.roles)):
+            self.start(place)
+        while time.monotonic() < self.until and not self.failed:
+            time.sleep(self.choose.random() * 0.15)
+            self.reap()
+            self.resume(time.monotonic())
+            self.disturb(self.choose.choice(list(self.pids)))
+        self.resume(float("inf"))
+        patience = time.monotonic() + 60
+        while self.pids and time.monotonic() < patience:
+            self.reap(restart=False)
+            time.sleep(0.01)
+        if self.pids:
+            self.failed.append(f"workers {[self.roles[place] for place in self.pids.values()]} do not end")
+        for pid in self.pids:
+            os.kill(pid, signal.SIGKILL)
+
+    def disturb(self, pid: int) -> None:
+        """Kill a worker, or stop it for a while: others go on, whatever this one is in the middle of."""
+        if self.choose.random() < 0.6:
+            os.kill(pid, signal.SIGKILL)
+            self.kills += 1
+        elif pid not in self.stopped:
+            os.kill(pid, signal.SIGSTOP)
+            self.stopped[pid] = time.monotonic() + self.choose.random() * 0.4
+            self.stops += 1
+
+    def resume(self, now: float) -> None:
+        """Let those go on whose time has come."""
+        for pid in [pid for pid, due in self.stopped.items() if due <= now]:
+            del self.stopped[pid]
+            if pid in self.pids:
+                os.kill(pid, signal.SIGCONT)
+
+    def reap(self, *, restart: bool = True) -> None:
+        """Replace the dead; a worker that ended by itself with an error is a finding."""
+        for pid in list(self.pids):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if not done:
+                continue
+            place = self.pids.pop(pid)
+            code = os.waitstatus_to_exitcode(status)
+            if code not in {0, -signal.SIGKILL}:
+                report = self.reports / str(pid)
+                self.failed.append(report.read_text() if report.exists() else f"worker {place} ended with {code}")
+            elif restart and time.monotonic() < self.until:
+                self.start(place)
+
+    def totals(self) -> dict[str, int]:
+        totals = dict.fromkeys(COUNTERS, 0)
+        for place in range(len(self.roles)):
+            for number, name in enumerate(COUNTERS):
+                totals[name] += struct.unpack_from("<q", self.memory, (place * len(COUNTERS) + number) * 8)[0]
+        return totals
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=10)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--vandal", action="store_true")
+    given = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    crew = Crew(given)
+    crew.run()
+    json.dump({**crew.totals(), "kills": crew.kills, "stops": crew.stops, "failed": crew.failed}, sys.stdout)
+    return 1 if crew.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,323 @@
+"""Every call of an operation fails once, and then all from there on: with each error, and with the directory gone.
+
+Whatever fails, only the documented error comes out; what was published before is still restored byte for byte; the
+operation succeeds when it is tried again; and nothing is left in staging after close().
+(Publishing alone, call by call, is in tests/crash/test_publish_crash.py; here is everything that one can call.)
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from fault_support import ERRORS, Fault, Vanish, faulty, system_faults
+from stress_support import examine, quick_place, staged
+
+from kvstore import KVStoreError, NamespaceInfo, Store, UnavailableError
+from kvstore.testing.oracle import Memory, Oracle, StateMemory, random_tokens
+
+INTERVAL = 32
+INFO, OTHER = NamespaceInfo({"model": "faults"}), NamespaceInfo({"model": "other"})
+ORACLE = Oracle()
+TOKENS = random_tokens(1, 100)
+OLD = 40 * 4
+"""Bytes of the tokens that were published before anything fails."""
+
+SCOPE, REQUEST, NEW_REQUEST = b"tokenizer", b"an old request", b"a new request"
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def place():
+    with quick_place() as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def base(place):
+    """A store with a prefix of two nodes, a state and a tokenization."""
+    root = place / "base"
+    with Store.open(root, interval=INTERVAL) as store:
+        space = store.namespace(INFO)
+        space.publish(TOKENS, [ORACLE.span(TOKENS, 0, 20), ORACLE.span(TOKENS, 20, 32), ORACLE.span(TOKENS, 32, 40)])
+        space.publish_state(TOKENS[: 4 * 32], ORACLE.state(TOKENS[: 4 * 32]))
+        store.tokenizations(SCOPE).put(REQUEST, TOKENS)
+    return root
+
+
+def restore(store: Store, tokens: bytes = TOKENS, info: NamespaceInfo = INFO) -> int:
+    """Tokens that are restored; each byte is checked."""
+    space, memory = store.namespace(info), Memory()
+    restored = space.read(space.lookup(tokens), memory, 1)
+    ORACLE.check(memory, tokens, restored.tokens)
+    return restored.tokens
+
+
+def restore_state(store: Store) -> int:
+    space, memory = store.namespace(INFO), StateMemory()
+    match = space.lookup(TOKENS, trimmable=False)
+    values = space.read_state(match, memory)
+    if values is None:
+        return 0
+    ORACLE.check_state(memory, values, TOKENS[: 4 * match.count])
+    return match.count
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Something one can call. ends: what a restore gives once it succeeded. raises: what it may raise."""
+
+    name: str
+    call: Callable[[Store], object]
+    check: Callable[[Store], object]
+    raises: type[Exception] | tuple[type[Exception], ...] = KVStoreError
+
+
+def publish_tail(store: Store) -> None:
+    store.namespace(INFO).publish(TOKENS, [ORACLE.span(TOKENS, 40, 64), ORACLE.span(TOKENS, 64, 90)])
+
+
+def publish_elsewhere(store: Store) -> None:
+    store.namespace(OTHER).publish(TOKENS, [ORACLE.span(TOKENS, 0, 32), ORACLE.span(TOKENS, 32, 50)])
+
+
+def publish_state(store: Store) -> None:
+    store.namespace(INFO).publish_state(TOKENS[:OLD], ORACLE.state(TOKENS[:OLD]))
+
+
+def put_tokens(store: Store) -> None:
+    store.tokenizations(SCOPE).put(NEW_REQUEST, TOKENS)
+
+
+def look(store: Store) -> None:
+    restore(store)
+    restore_state(store)
+    restore(store, info=OTHER)
+    assert store.tokenizations(SCOPE).get(REQUEST) in {None, TOKENS}
+
+
+def check_look(store: Store) -> None:
+    assert store.tokenizations(SCOPE).get(REQUEST) == TOKENS
+
+
+def check_tokens(store: Store) -> None:
+    assert store.tokenizations(SCOPE).get(NEW_REQUEST) == TOKENS
+
+
+def check_tail(store: Store) -> None:
+    assert restore(store) == 90
+
+
+def check_elsewhere(store: Store) -> None:
+    assert restore(store, info=OTHER) == 50
+
+
+def check_state(store: Store) -> None:
+    assert restore_state(store) == 40
+
+
+OPERATIONS = [
+    Operation("publish a tail", publish_tail, check_tail),
+    Operation("publish into a new namespace", publish_elsewhere, check_elsewhere),
+    Operation("publish a state", publish_state, check_state),
+    Operation("save a tokenization", put_tokens, check_tokens, (KVStoreError, OSError)),
+    Operation("check that it is writable", Store.check_writable, lambda _: None, UnavailableError),
+    Operation("look up and read", look, check_look, ()),
+]
+
+
+def open_base(base: Path, place: Path, fault: Fault) -> Store:
+    root = place / "store"
+    shutil.rmtree(root, ignore_errors=True)
+    shutil.copytree(base, root)
+    return Store.open(root, fs=faulty(fault))
+
+
+def attempt(operation: Operation, store: Store) -> bool:
+    """Whether it succeeded; anything but what it may raise is a finding."""
+    try:
+        operation.call(store)
+    except operation.raises:
+        return False
+    return True
+
+
+def afterwards(operation: Operation, store: Store, fault: Fault) -> None:
+    """The fault is gone: everything that was there is there, it works, and it leaves nothing behind."""
+    fault.at = None
+    root = store.path
+    with Store.open(root) as fresh:
+        assert restore(fresh) >= 40
+        assert restore_state(fresh) >= 32
+        assert fresh.tokenizations(SCOPE).get(REQUEST) == TOKENS
+    heal(store)
+    operation.call(store)
+    operation.check(store)
+    store.close()
+    assert staged(root) == []
+    examine(root)
+    with Store.open(root) as fresh:
+        operation.check(fresh)
+
+
+def heal(store: Store) -> None:
+    """What an engine does next: publish what it did not get. A process remembers a file that it could not read as
+    damaged, so it may have to write what is there once more.
+    """
+    space, memory = store.namespace(INFO), Memory()
+    for _ in range(4):
+        border = space.read(space.lookup(TOKENS[:OLD]), memory, 1).border
+        if border == 40:
+            return
+        ends = [32, 40] if border < 32 else [40]
+        spans = [ORACLE.span(TOKENS, *pair) for pair in zip([border, *ends], ends, strict=False)]
+        space.publish(TOKENS, spans)
+    raise AssertionError("what was there before is not restored, however often it is published again")
+
+
+def count_calls(operation: Operation, base: Path, place: Path) -> int:
+    fault = Fault()
+    with open_base(base, place, fault) as store:
+        fault.calls.clear()
+        operation.call(store)
+        return len(fault.calls)
+
+
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+def test_a_call_through_the_seam_fails(base, place, operation, lasting):
+    calls = count_calls(operation, base, place)
+    assert calls
+    for at in range(calls):
+        for number, name in enumerate(ERRORS):
+            if (at + number) % 2 and not lasting:
+                continue  # every second pair, to be quick
+            fault = Fault(error=getattr(errno, name), lasting=lasting)
+            with open_base(base, place, fault) as store:
+                fault.calls.clear()
+                fault.at = at
+                with naming(f"call {at} ({name})"):
+                    attempt(operation, store)
+                    look(store)
+                    afterwards(operation, store, fault)
+
+
+class naming:  # noqa: N801 - reads as a statement
+    """Say which case it was."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind, error, _trace) -> None:
+        if error is not None:
+            error.add_note(f"with {self.what}")
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["gone", "an empty mount point"])
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+def test_the_directory_vanishes_at_a_call(base, place, operation, empty):
+    root = place / "store"
+    for at in range(count_calls(operation, base, place)):
+        fault = Vanish(root=root, empty=empty)
+        with open_base(base, place, fault) as store:
+            fault.calls.clear()
+            fault.at = at
+            with naming(f"call {at}"):
+                attempt(operation, store)
+                attempt(operation, store)
+                look(store)
+                # Nothing of ours is made where the volume is not.
+                assert root.exists() == empty
+                assert not empty or os.listdir(root) == []
+                fault.back()
+                afterwards(operation, store, fault)
+
+
+@pytest.mark.parametrize("name", ["EIO", "EACCES", "EMFILE", "ENOSPC", "ESTALE"])
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+def test_any_system_call_fails(base, place, operation, name):
+    """Those that are not made through the seam, too: stat, listdir, what the lock does."""
+    at = 0
+    while True:
+        fault = Fault(error=getattr(errno, name))
+        with open_base(base, place, Fault()) as store:
+            fault.at = at
+            with naming(f"call {at} ({name})"):
+                with system_faults(fault):
+                    attempt(operation, store)
+                if len(fault.calls) <= at:
+                    return
+                afterwards(operation, store, fault)
+        at += 1
+
+
+def open_new(place: Path, fault: Fault) -> Store:
+    return Store.open(place / "new" / "store", interval=INTERVAL, fs=faulty(fault))
+
+
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
+@pytest.mark.parametrize("name", ERRORS)
+def test_creating_a_directory_fails(place, name, lasting):
+    at = 0
+    while True:
+        shutil.rmtree(place / "new", ignore_errors=True)
+        fault = Fault(at=at, error=getattr(errno, name), lasting=lasting)
+        with naming(f"call {at} ({name})"):
+            with suppress(KVStoreError):
+                open_new(place, fault).close()
+            done = len(fault.calls) <= at
+            fault.at = None
+            with open_new(place, fault) as store:
+                publish_elsewhere(store)
+                check_elsewhere(store)
+            # Creating has a staging folder of its own. If even removing that failed, it is the collector's.
+            left = [path for path in staged(store.path) if path.is_file()]
+            assert left == [] or lasting
+            examine(store.path)
+        if done:
+            return
+        at += 1
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_opening_fails(base, place, name):
+    at = 0
+    while True:
+        open_base(base, place, Fault()).close()
+        fault = Fault(at=at, error=getattr(errno, name))
+        with naming(f"call {at} ({name})"):
+            with suppress(KVStoreError):
+                Store.open(place / "store", fs=faulty(fault)).close()
+            done = len(fault.calls) <= at
+            with Store.open(place / "store") as store:
+                assert restore(store) == 40
+        if done:
+            return
+        at += 1
+
+
+def test_closing_never_raises(base, place):
+    for name in ERRORS:
+        fault = Fault(error=getattr(errno, name), lasting=True)
+        store = open_base(base, place, fault)
+        publish_tail(store)
+        fault.calls.clear()
+        fault.at = 0
+        store.close()
+        assert fault.calls
