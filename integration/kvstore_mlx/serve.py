@@ -156,7 +156,7 @@ def _leave(code: int) -> None:
     """End the process without the destructors of the engine's libraries.
 
     Everything of ours is finished by now. MLX 0.32.4 on Linux may abort while its threads are torn down at exit
-    ("terminate called without an active exception", in one of five exits under load), which would turn an orderly stop
+    ("terminate called without an active exception": 2 of 5 stops on a loaded machine), which turns an orderly stop
     into exit code 134.
     """
     logging.shutdown()
