@@ -24,6 +24,7 @@ from kvstore.manifest import BlockRef, Manifest, encode
 __all__ = [
     "Replacement",
     "existing",
+    "free_quarantine",
     "intact",
     "make_folders",
     "node_path",
@@ -280,10 +281,20 @@ def _put(context: Context, staged: Path, path: Path) -> bool:
         if path not in context.damaged:
             context.staging.discard(staged)
             return False
-        context.fs.rename(path, context.layout.quarantine / f"{context.clock():x}.{path.name}")
+        context.fs.rename(path, free_quarantine(context, path.name))
     context.fs.rename(staged, path)
     context.damaged.discard(path)
     return True
+
+
+def free_quarantine(context: Context, name: str) -> Path:
+    """A path in quarantine that nothing has, behind the time: a clock may tick slower than files are set aside, and two
+    directories merged may bring one twice. Under the publish lock nobody else takes it before the caller's rename.
+    """
+    stamp = context.clock()
+    while os.path.lexists(path := context.layout.quarantine / f"{stamp:x}.{name}"):
+        stamp += 1
+    return path
 
 
 def make_folders(context: Context, folder: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from kvstore.blocks import DTYPE_BYTES, MAX_HEADER_BYTES, header_text, pack_header
+from kvstore.blocks import DTYPE_BYTES, HEADER_ERRORS, MAX_HEADER_BYTES, pack_header, read_header
 from kvstore.context import Context, Space
 from kvstore.errors import DamagedBlockError, PublishError
 from kvstore.fs import out_of_files, preadv_full
@@ -22,7 +22,7 @@ from kvstore.keys import Buffer, block_digest
 from kvstore.lookup import Step, load_manifest
 from kvstore.manifest import BlockRef
 
-__all__ = ["AllocateState", "Scalar", "State", "StateTensor", "read_state", "state_parts"]
+__all__ = ["AllocateState", "Scalar", "State", "StateTensor", "parse_state_header", "read_state", "state_parts"]
 
 Scalar: TypeAlias = bool | int | float | str | None
 """A small typed value: what JSON can tell apart. Floats keep all their bits (repr round-trips)."""
@@ -120,7 +120,7 @@ def _read(context: Context, ref: BlockRef, allocate: AllocateState) -> dict[str,
         if status.st_size != ref.size:
             raise DamagedBlockError(f"is {status.st_size} bytes long, not {ref.size}")
         head = os.pread(fd, min(ref.payload, MAX_HEADER_BYTES), 0)
-        tensors, values = _parse(head, ref)
+        tensors, values = parse_state_header(head, ref)
         memory = allocate(tensors)
         runs = [memoryview(memory[tensor.name]).cast("B") for tensor in tensors if tensor.nbytes]
         sizes = [tensor.nbytes for tensor in tensors if tensor.nbytes]
@@ -132,12 +132,10 @@ def _read(context: Context, ref: BlockRef, allocate: AllocateState) -> dict[str,
         return values
 
 
-def _parse(head: Buffer, ref: BlockRef) -> tuple[tuple[StateTensor, ...], dict[str, Scalar]]:
+def parse_state_header(head: Buffer, ref: BlockRef) -> tuple[tuple[StateTensor, ...], dict[str, Scalar]]:
     """Tensors (in payload order, then the empty ones) and values of a header; raises DamagedBlockError."""
-    text = header_text(head, ref)
+    entries, metadata = read_header(head, ref)
     try:
-        entries = json.loads(text)
-        metadata = entries.pop("__metadata__")
         values = json.loads(metadata["values"])
         rows = [[name, entry["dtype"], entry["shape"]] for name, entry in entries.items()]
         tensors = [_tensor(row) for row in rows]
@@ -154,7 +152,7 @@ def _parse(head: Buffer, ref: BlockRef) -> tuple[tuple[StateTensor, ...], dict[s
             isinstance(v, bool | int | float | str | None) for v in values.values()
         ):
             raise TypeError("values are not scalars")
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except HEADER_ERRORS as error:
         raise DamagedBlockError(f"header cannot be read: {error!r:.200}") from error
     if ref.payload + at != ref.size:
         raise DamagedBlockError("payload size contradicts the header")

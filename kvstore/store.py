@@ -128,7 +128,6 @@ class Namespace:
 
     def __init__(self, space: Space) -> None:
         self._space = space
-        self._described = False
 
     @property
     def id(self) -> str:
@@ -182,11 +181,11 @@ class Namespace:
             raise
 
     def _describe(self) -> None:
-        """Write the namespace's description once, for people: `ls` shows it, nothing needs it."""
-        if self._described:
-            return
+        """Write the namespace's description for people when it is not there: `ls` shows it, nothing needs it.
+
+        Looked for at each publish, because `kvstore clear` may take it away beside a running server.
+        """
         context = self._space.context
         path = context.layout.namespace_file(self.id)
         if not path.exists():
             write_file(context, path, self._space.info.document(context.clock() / 1e9))
-        self._described = True

@@ -21,7 +21,7 @@ from kvstore.fsck.findings import Seen
 from kvstore.fsck.values import Fault, Reader, seen_of, unopened
 from kvstore.layout import Kind
 from kvstore.manifest import BlockRef
-from kvstore.states import _parse as parse_state_header
+from kvstore.states import parse_state_header
 
 __all__ = ["Headers", "Verifier", "judge_block"]
 
@@ -66,7 +66,6 @@ class Headers:
                 self._known.add(known)
         else:
             _parse(head, ref, kind)
-            _check_metadata(head, ref)
         self._good[ref.digest] = ref
 
 
@@ -75,14 +74,6 @@ def _parse(head: bytes, ref: BlockRef, kind: Kind) -> None:
         read_specs(head, ref)
     else:
         parse_state_header(head, ref)
-
-
-def _check_metadata(head: bytes, ref: BlockRef) -> None:
-    """Whether a header that could be parsed is of the manifest's tokens."""
-    metadata = json.loads(head[8:])["__metadata__"]
-    wanted = (str(ref.first), str(ref.count))
-    if not isinstance(metadata, dict) or (metadata.get("first"), metadata.get("count")) != wanted:
-        raise DamagedBlockError("it holds other tokens than its manifest says")
 
 
 def judge_block(reader: Reader, digest: bytes) -> tuple[Seen, Fault | None] | None:

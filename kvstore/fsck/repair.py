@@ -14,8 +14,8 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
+from kvstore.commit import free_quarantine
 from kvstore.context import Context, Owner
 from kvstore.directory import CACHEDIR_TAG, write_file
 from kvstore.fsck.findings import Action, Problem
@@ -170,7 +170,7 @@ class _Repair:
         if problem.action == "blocks" and all(self._is_there(ref) for ref in problem.refs):
             problem.solved("left, because its blocks are back")
             return
-        target = self._free_name(problem.path.name)
+        target = free_quarantine(self._context, problem.path.name)
         self._fs.rename(problem.path, target)
         self._context.damaged.discard(problem.path)
         problem.solved(f"set aside as quarantine/{target.name}")
@@ -180,10 +180,3 @@ class _Repair:
             return os.lstat(self._layout.block(ref.digest)).st_size == ref.size
         except FileNotFoundError:
             return False
-
-    def _free_name(self, name: str) -> Path:
-        """A name in quarantine that nothing has: two directories merged may bring the same file twice."""
-        stamp = self._context.clock()
-        while os.path.lexists(path := self._layout.quarantine / f"{stamp:x}.{name}"):
-            stamp += 1
-        return path

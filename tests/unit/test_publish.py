@@ -32,6 +32,7 @@ from format_support import Forged, Ref, pack, root_of
 
 from kvstore import FileSystem, KVStoreError, MissingParentError, PublishError, Span, TensorSpec, TokenError
 from kvstore._version import __version__
+from kvstore.clear import clear
 from kvstore.manifest import decode
 
 TOKENS = prompt(100)
@@ -77,6 +78,16 @@ def test_the_namespace_is_described_for_people(tmp_path, space):
     content = json.loads((tmp_path / "cache" / "namespaces" / f"{INFO.id}.json").read_text())
     assert content["description"] == {"model": "test", "dtype": "bf16"}
     assert (content["label"], content["salted"], content["fingerprint"]) == ("a test", False, INFO.fingerprint.hex())
+
+
+def test_the_description_comes_back_after_it_was_cleared(tmp_path, space):
+    space.publish(TOKENS, spans(TOKENS, 0, 5))
+    description = tmp_path / "cache" / "namespaces" / f"{INFO.id}.json"
+    with open_store(tmp_path / "cache") as other:
+        assert clear(other.context).namespaces == 1
+    assert not description.exists()
+    space.publish(TOKENS, spans(TOKENS, 0, 5))
+    assert json.loads(description.read_text())["label"] == "a test"
 
 
 def test_a_salt_is_never_written(tmp_path, store):
@@ -211,6 +222,21 @@ def test_a_flipped_bit_heals_with_the_next_publish(tmp_path, store, space):
     }
     aside = {name: content for name, content in healed.items() if name.startswith("quarantine")}
     assert bytes(data) in aside.values()
+
+
+def test_quarantine_never_overwrites_within_a_tick(tmp_path):
+    """Damaged and healed twice while the clock stands still."""
+    with open_store(tmp_path / "cache", clock=lambda: NOW) as store:
+        space = store.namespace(INFO)
+        for damage in (b"once", b"twice"):
+            space.publish(TOKENS, spans(TOKENS, 0, 5))
+            (path,) = node_files(store.path)
+            path.write_bytes(damage)
+            assert restore(space, TOKENS).tokens == 0
+        space.publish(TOKENS, spans(TOKENS, 0, 5))
+        set_aside = {p.read_bytes() for p in (store.path / "quarantine").iterdir()}
+        assert set_aside == {b"once", b"twice"}
+        assert restore(space, TOKENS).tokens == 5
 
 
 def test_a_damaged_manifest_heals_with_the_next_publish(tmp_path, space):
