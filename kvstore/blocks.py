@@ -23,7 +23,18 @@ from kvstore.fs import preadv_full
 from kvstore.keys import Buffer
 from kvstore.manifest import BlockRef
 
-__all__ = ["DTYPE_BYTES", "Span", "TensorBuffer", "TensorSpec", "block_head", "block_parts", "read_span", "read_specs"]
+__all__ = [
+    "DTYPE_BYTES",
+    "HEADER_ERRORS",
+    "Span",
+    "TensorBuffer",
+    "TensorSpec",
+    "block_head",
+    "block_parts",
+    "read_header",
+    "read_span",
+    "read_specs",
+]
 
 DTYPE_BYTES = {
     "BOOL": 1,
@@ -50,6 +61,9 @@ ALIGNMENT = 64
 MAX_HEADER_BYTES = 256 << 10
 """Room for the tensors of 1,000 layers (about 200 KB); nothing larger is parsed, because a hostile header costs a
 reader about 25 times its size in memory."""
+
+HEADER_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What taking a header apart raises when it is not as it should be."""
 
 _LENGTH_BYTES = 8
 
@@ -171,10 +185,8 @@ def read_specs(head: Buffer, ref: BlockRef) -> tuple[TensorSpec, ...]:
 
     Raises DamagedBlockError. Also what keeps a hostile header harmless: bounded size, no recursion, no name trusted.
     """
-    text = header_text(head, ref)
+    tensors, _ = read_header(head, ref)
     try:
-        tensors = json.loads(text, object_pairs_hook=_distinct)
-        del tensors["__metadata__"]
         specs = tuple(_spec(name, entry, ref.count) for name, entry in tensors.items())
         at = 0
         for spec, entry in zip(specs, tensors.values(), strict=True):
@@ -182,21 +194,32 @@ def read_specs(head: Buffer, ref: BlockRef) -> tuple[TensorSpec, ...]:
             if begin != at or end != at + spec.span_bytes(ref.count) or {type(begin), type(end)} != {int}:
                 raise ValueError("tensors overlap or leave holes")
             at = end
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except HEADER_ERRORS as error:
         raise DamagedBlockError(f"header cannot be read: {error!r:.200}") from error
     if ref.payload + at != ref.size:
         raise DamagedBlockError("payload size contradicts the header")
     return specs
 
 
-def header_text(head: Buffer, ref: BlockRef) -> bytes:
-    """The JSON of a block's header, its length checked against the manifest; raises DamagedBlockError."""
+def read_header(head: Buffer, ref: BlockRef) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The entries of a block's header and its metadata, which must be of the manifest's tokens.
+
+    Raises DamagedBlockError.
+    """
     if not _LENGTH_BYTES < ref.payload <= MAX_HEADER_BYTES:
         raise DamagedBlockError(f"a header of {ref.payload} bytes is not possible")
     view = memoryview(head)
     if int.from_bytes(view[:_LENGTH_BYTES], "little") != ref.payload - _LENGTH_BYTES:
         raise DamagedBlockError("header length contradicts the manifest")
-    return bytes(view[_LENGTH_BYTES:])
+    try:
+        entries = _HEADER.decode(str(view[_LENGTH_BYTES:], "utf-8"))
+        metadata = entries.pop("__metadata__")
+        found = metadata["format"], metadata["first"], metadata["count"]
+    except HEADER_ERRORS as error:
+        raise DamagedBlockError(f"header cannot be read: {error!r:.200}") from error
+    if found != ("kvstore/1", str(ref.first), str(ref.count)):
+        raise DamagedBlockError("it holds other tokens than its manifest says, or is of another format")
+    return entries, metadata
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -205,6 +228,10 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a name is there twice")
     return found
+
+
+_HEADER = json.JSONDecoder(object_pairs_hook=_distinct)
+"""Made once: json.loads with a hook makes one for every header."""
 
 
 def _spec(name: str, entry: Mapping[str, Any], count: int) -> TensorSpec:

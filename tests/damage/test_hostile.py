@@ -28,8 +28,13 @@ GOOD = {"dtype": "U8", "shape": [1, 16, 4], "data_offsets": [0, 64]}
 PAYLOAD = bytes(range(64))
 
 
+METADATA = {"format": "kvstore/1", "first": "0", "count": "16"}
+OPEN = json.dumps({"__metadata__": METADATA})[:-1]
+"""A header's honest beginning, for lies that no dict can hold."""
+
+
 def header(**tensors) -> dict:
-    return {"__metadata__": {"format": "kvstore/1", "first": "0", "count": "16"}, **tensors}
+    return {"__metadata__": METADATA, **tensors}
 
 
 @pytest.fixture
@@ -166,10 +171,10 @@ def test_a_huge_file_in_place_of_a_manifest_is_not_read(root):
 
 
 HEADER_LIES: dict[str, bytes | str | dict] = {
-    "arrays 100,000 deep": '{"__metadata__":{},"x":' + "[" * 100_000 + "]" * 100_000 + "}",
-    "objects 100,000 deep": '{"__metadata__":{},"x":' + '{"a":' * 100_000 + "1" + "}" * 100_001,
+    "arrays 100,000 deep": OPEN + ',"x":' + "[" * 100_000 + "]" * 100_000 + "}",
+    "objects 100,000 deep": OPEN + ',"x":' + '{"a":' * 100_000 + "1" + "}" * 100_001,
     "an open array 1,000,000 deep": "[" * 1_000_000,
-    "a number of 1,000,000 digits": '{"__metadata__":{},"x":' + "9" * 1_000_000 + "}",
+    "a number of 1,000,000 digits": OPEN + ',"x":' + "9" * 1_000_000 + "}",
     "2**63 heads": header(x={**GOOD, "shape": [2**63, 16, 4], "data_offsets": [0, 2**63 * 64]}),
     "a product that wraps to 64": header(x={**GOOD, "shape": [2**58 + 1, 16, 4]}),
     "2**63 in an offset": header(x={**GOOD, "data_offsets": [0, 2**63]}),
@@ -177,7 +182,7 @@ HEADER_LIES: dict[str, bytes | str | dict] = {
     "negative offsets": header(x={**GOOD, "data_offsets": [-64, 0]}),
     "floats": header(x={**GOOD, "shape": [1.0, 16.0, 4.0], "data_offsets": [0.0, 64.0]}),
     "booleans": header(x={**GOOD, "shape": [True, 16, 4]}),
-    "infinity": '{"__metadata__":{},"x":{"dtype":"U8","shape":[1,16,Infinity],"data_offsets":[0,Infinity]}}',
+    "infinity": OPEN + ',"x":{"dtype":"U8","shape":[1,16,Infinity],"data_offsets":[0,Infinity]}}',
     "strings": header(x={**GOOD, "shape": ["1", "16", "4"]}),
     "a size of zero": header(x={**GOOD, "shape": [1, 16, 4, 0], "data_offsets": [0, 0]}),
     "overlapping tensors": header(x=GOOD, y=GOOD),
@@ -187,11 +192,15 @@ HEADER_LIES: dict[str, bytes | str | dict] = {
     "a dtype that cannot be hashed": header(x={**GOOD, "dtype": {}}),
     "no dtype": header(x={"shape": [1, 16, 4], "data_offsets": [0, 64]}),
     "no metadata": {"x": GOOD},
-    "a name twice": '{"__metadata__":{},' + ",".join([f'"x":{json.dumps(GOOD)}'] * 2) + "}",
-    "metadata twice": '{"__metadata__":{},"__metadata__":{},' + f'"x":{json.dumps(GOOD)}' + "}",
+    "metadata of other tokens": {"__metadata__": {**METADATA, "first": "16"}, "x": GOOD},
+    "metadata of more tokens": {"__metadata__": {**METADATA, "count": "17"}, "x": GOOD},
+    "metadata of another format": {"__metadata__": {**METADATA, "format": "kvstore/2"}, "x": GOOD},
+    "metadata that are no object": {"__metadata__": "kvstore/1", "x": GOOD},
+    "a name twice": OPEN + "," + ",".join([f'"x":{json.dumps(GOOD)}'] * 2) + "}",
+    "metadata twice": OPEN + f',{OPEN[1:]},"x":{json.dumps(GOOD)}}}',
     "an array": [],
     "nothing": "",
-    "not UTF-8": b'{"__metadata__":{},"\xff":1}',
+    "not UTF-8": OPEN.encode() + b',"\xff":1}',
     "2,000 tensors of 16 GiB": header(**{f"{i}": {**GOOD, "shape": [1, 16, 2**30]} for i in range(2_000)}),
 }
 
@@ -236,7 +245,7 @@ def test_a_tensor_name_is_only_a_name(root, name):
 
 
 STATE = {
-    "__metadata__": {"values": '{"n":1}', "empty": "[]"},
+    "__metadata__": {**METADATA, "values": '{"n":1}', "empty": "[]"},
     "s": {"dtype": "U8", "shape": [64], "data_offsets": [0, 64]},
 }
 
@@ -250,13 +259,17 @@ STATE_LIES: dict[str, bytes | str | dict] = {
     "values 100,000 deep": state({"values": "[" * 100_000}),
     "values that are no object": state({"values": "[1]"}),
     "values that are no scalars": state({"values": '{"n":[1]}'}),
-    "no values": {"__metadata__": {"empty": "[]"}, "s": STATE["s"]},
+    "no values": {"__metadata__": {**METADATA, "empty": "[]"}, "s": STATE["s"]},
     "2**63 elements": state(s={**STATE["s"], "shape": [2**63]}),
     "negative elements": state(s={**STATE["s"], "shape": [-8, -8]}),
     "an empty tensor among the others": state(s={**STATE["s"], "shape": [0]}),
     "a tensor without data that has a size": state({"empty": '[["e","U8",[1099511627775]]]'}),
     "a hole": state(s={**STATE["s"], "data_offsets": [1, 65]}),
     "no metadata": {"s": STATE["s"]},
+    "metadata of other tokens": state({"first": "16"}),
+    "metadata of more tokens": state({"count": "17"}),
+    "metadata of another format": state({"format": "kvstore/2"}),
+    "a name twice": json.dumps(STATE)[:-1] + f',"s":{json.dumps(STATE["s"])}}}',
 }
 
 

@@ -193,14 +193,17 @@ def test_a_file_cut_after_it_was_opened_is_damage(tmp_path):
         read_into_memory(tmp_path / "block", some, whole(some)[:-1])
 
 
+METADATA = {"format": "kvstore/1", "first": "8", "count": "4"}
+
+
 def header(**changes) -> dict:
     entry = {"dtype": "U8", "shape": [1, 4, 5], "data_offsets": [0, 20], **changes}
-    return {"__metadata__": {"format": "kvstore/1"}, "x": entry}
+    return {"__metadata__": METADATA, "x": entry}
 
 
 def specs_of(head: dict | str | bytes, size: int = 20, count: int = 4):
     data = block_bytes(head)
-    return read_specs(data, BlockRef(b"", len(data) + size, 0, count, len(data)))
+    return read_specs(data, BlockRef(b"", len(data) + size, 8, count, len(data)))
 
 
 def test_a_good_header_gives_its_tensors():
@@ -236,14 +239,45 @@ def test_a_good_header_gives_its_tensors():
     ids=repr,
 )
 def test_an_impossible_tensor_is_damage(changes):
-    with pytest.raises(DamagedBlockError):
+    with pytest.raises(DamagedBlockError, match=r"cannot be read|payload size"):
         specs_of(header(**changes))
 
 
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {},
+        None,
+        [],
+        "kvstore/1",
+        {**METADATA, "first": "0"},
+        {**METADATA, "first": 8},
+        {**METADATA, "first": "08"},
+        {**METADATA, "count": "5"},
+        {**METADATA, "count": 4},
+        {**METADATA, "count": True},
+        {**METADATA, "format": "kvstore/2"},
+        *({name: METADATA[name] for name in METADATA if name != lost} for lost in METADATA),
+    ],
+    ids=repr,
+)
+def test_a_header_of_other_tokens_or_of_another_format_is_damage(metadata):
+    """Section 4: a reader checks the header against the manifest's span, not only the tensors' shapes."""
+    with pytest.raises(DamagedBlockError, match=r"cannot be read|other tokens"):
+        specs_of({**header(), "__metadata__": metadata})
+
+
+def test_metadata_may_say_more():
+    assert specs_of({**header(), "__metadata__": {**METADATA, "made by": "somebody"}})
+
+
 def test_a_tensor_that_counts_true_tokens_is_damage():
-    assert specs_of(header(shape=[1, 1, 5], data_offsets=[0, 5]), 5, count=1)
-    with pytest.raises(DamagedBlockError):
-        specs_of(header(shape=[1, True, 5], data_offsets=[0, 5]), 5, count=1)
+    def of(tokens):
+        return {**header(shape=[1, tokens, 5], data_offsets=[0, 5]), "__metadata__": {**METADATA, "count": "1"}}
+
+    assert specs_of(of(1), 5, count=1)
+    with pytest.raises(DamagedBlockError, match="impossible shape"):
+        specs_of(of(True), 5, count=1)
 
 
 U8 = {"dtype": "U8", "shape": [1, 4, 5]}
@@ -252,8 +286,11 @@ U8 = {"dtype": "U8", "shape": [1, 4, 5]}
 @pytest.mark.parametrize("offsets", [([0, 20], [0, 20]), ([0, 20], [10, 30]), ([0, 20], [21, 41]), ([20, 40], [0, 20])])
 def test_tensors_must_follow_each_other(offsets):
     names = {f"{i}": {**U8, "data_offsets": list(pair)} for i, pair in enumerate(offsets)}
-    with pytest.raises(DamagedBlockError):
-        specs_of({"__metadata__": {}, **names}, max(end for _, end in offsets))
+    with pytest.raises(DamagedBlockError, match=r"holes|payload size"):
+        specs_of({"__metadata__": METADATA, **names}, max(end for _, end in offsets))
+
+
+GOOD = json.dumps({"__metadata__": METADATA})
 
 
 @pytest.mark.parametrize(
@@ -266,25 +303,27 @@ def test_tensors_must_follow_each_other(offsets):
         '"x"',
         "1",
         "{}",
-        '{"__metadata__":{}',
+        GOOD[:-1],
         '{"x":{}}',
-        '{"__metadata__":{},"x":null}',
+        GOOD[:-1] + ',"x":null}',
         b"\xff\xfe\x00",
-        '{"__metadata__":{},"x":' + "9" * 5000 + "}",
+        b"\xef\xbb\xbf" + GOOD.encode(),
+        GOOD.encode("utf-16"),
+        GOOD[:-1] + ',"x":' + "9" * 5000 + "}",
         "[" * 100_000,
         '{"a":' * 100_000,
     ],
     ids=lambda text: repr(text[:30]),
 )
 def test_a_header_that_is_not_one_is_damage(text):
-    with pytest.raises(DamagedBlockError):
+    with pytest.raises(DamagedBlockError, match=r"cannot be read|not possible"):
         specs_of(text)
 
 
 def test_a_name_that_is_there_twice_is_damage():
     entry = json.dumps({**U8, "data_offsets": [0, 20]})
     with pytest.raises(DamagedBlockError, match="twice"):
-        specs_of(f'{{"__metadata__":{{}},"x":{entry},"x":{entry}}}')
+        specs_of(f'{GOOD[:-1]},"x":{entry},"x":{entry}}}')
 
 
 @pytest.mark.parametrize("payload", [0, 7, 8, MAX_HEADER_BYTES + 1, 2**32 - 1])
@@ -298,7 +337,7 @@ def test_a_header_length_other_than_the_manifest_says_is_damage():
     for wrong in (len(data) - 9, len(data) - 7, 2**63):
         changed = struct.pack("<Q", wrong) + data[8:]
         with pytest.raises(DamagedBlockError, match="length"):
-            read_specs(changed, BlockRef(b"", len(data) + 20, 0, 4, len(data)))
+            read_specs(changed, BlockRef(b"", len(data) + 20, 8, 4, len(data)))
 
 
 def test_tensors_are_laid_out_in_the_order_they_were_given():
