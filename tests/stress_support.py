@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import random
 import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
 
+from kvstore import FileSystem, Store
 from kvstore.layout import NodeName
 from kvstore.manifest import decode
 
-__all__ = ["examine", "quick_place", "staged"]
+__all__ = ["Hesitant", "examine", "lacks", "quick_place", "staged"]
 
 
 def quick_place() -> tempfile.TemporaryDirectory:
@@ -52,3 +57,74 @@ def examine(root: Path) -> dict[str, int]:
 def staged(root: Path) -> list[Path]:
     """Whatever lies in tmp/."""
     return sorted((root / "tmp").rglob("*"))
+
+
+def lacks(store: Store, path: Path) -> list[str]:
+    """What a manifest needs and is not there. It is the same file before and after the look: so it was without."""
+    parsed = NodeName.parse(path.name)
+    try:
+        if parsed is None or not (seen := identity(path)):
+            return []
+        manifest = decode(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    needs = [store.context.layout.block(ref.digest) for ref in manifest.blocks]
+    lost = [str(need) for need in needs if not need.exists()]
+    if manifest.first and not has(path.parent.parent.iterdir(), parsed[0].parent):
+        lost.append("its parent")
+    if parsed[1] == "state" and not has([path.parent], parsed[0].key):
+        lost.append("its KV")
+    return lost if identity(path) == seen else []
+
+
+def has(folders: Iterable[Path], key: str) -> bool:
+    """Whether the KV manifest of a key is in one of these folders."""
+    return any(f"-{key}-" in name and name.endswith(".kv") for folder in folders for name in os.listdir(folder))
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """Which file it is; its inode number alone may be another one's a moment later."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_ctime_ns
+
+
+@dataclass(frozen=True)
+class Hesitant(FileSystem):
+    """Waits now and then before a call, so that others come between any two of them, not only where a disk is slow."""
+
+    choose: random.Random = field(default_factory=random.Random)
+    often: float = 0.2
+
+    def _wait(self) -> None:
+        if self.choose.random() < self.often:
+            time.sleep(self.choose.random() * 0.02)
+
+    def create(self, path: Path) -> int:
+        self._wait()
+        return super().create(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._wait()
+        super().rename(source, target)
+
+    def touch(self, path: Path, time_ns: int) -> None:
+        self._wait()
+        super().touch(path, time_ns)
+
+    def unlink(self, path: Path) -> None:
+        # A collection has thousands of these.
+        if self.choose.random() < 0.1:
+            self._wait()
+        super().unlink(path)
+
+    def sync_dir(self, path: Path) -> None:
+        self._wait()
+        super().sync_dir(path)
+
+    def pause(self, _where: str) -> None:
+        """At the named points of gc and fsck."""
+        if self.choose.random() < self.often:
+            time.sleep(self.choose.random() * 0.1)
