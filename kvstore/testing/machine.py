@@ -171,6 +171,17 @@ class _Machine(RuleBasedStateMachine):
         for number in which:
             self.session.harm(number, how)
 
+    @precondition(lambda self: self.session.harmed and self.tensors)
+    @rule(space=_SPACES, prompt=prompts, end=_LENGTHS, order=st.permutations([0, 1]))
+    @_step
+    def heal(self, space: int, prompt: bytes, end: int, order: list[int]) -> None:
+        """Both meet the damage, and both publish until all is there again: one finds what the other has healed."""
+        prefix = prompt[: end * TOKEN_BYTES]
+        for at in (0, 1):
+            self.session.look(self.session.handles[at], space, prefix)
+        for at in order:
+            self.session.heal(self.session.handles[at], space, prefix)
+
     @precondition(lambda self: self.session.can("collect"))
     @rule(share=st.sampled_from([0.0, 0.3, 0.7, 0.95, 1.0]))
     @_step

@@ -163,14 +163,14 @@ class Session:
         model = self.models[space]
         model.ever.update(tokens[: border * TOKEN_BYTES] for border in borders)
         if self.harmed:
-            self._heal(handle, space, prefix)
+            self.heal(handle, space, prefix)
             self._remember(space, tokens, [*range(self.interval, end, self.interval), end], first, handle)
         else:
             self._remember(space, tokens, borders, first, None)
         restored, _ = self.look(handle, space, prefix)
         assert restored == end, f"{restored} tokens can be restored of the {end} that were just published"
 
-    def _heal(self, handle: Handle, space: int, prefix: bytes) -> None:
+    def heal(self, handle: Handle, space: int, prefix: bytes) -> None:
         """Look and publish until everything can be restored, as an engine does that computes what it did not get."""
         count = len(prefix) // TOKEN_BYTES
         for _ in range(2 + len(self.models[space].ever)):
