@@ -8,30 +8,26 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
-from kvstore.blocks import MAX_HEADER_BYTES, TensorBuffer, TensorSpec, read_span, read_specs
+from kvstore.blocks import MAX_HEADER_BYTES, TensorSpec, read_specs
 from kvstore.context import Context
 from kvstore.errors import DamagedBlockError
 from kvstore.fs import out_of_files
 from kvstore.keys import TOKEN_BYTES
 from kvstore.lookup import Match, Step, common_tokens, load_manifest
 from kvstore.manifest import BlockRef, Manifest
+from kvstore.scatter import Allocate, Memory, OpenBlock, scatter
 
 __all__ = ["Allocate", "Restored", "read"]
 
 log = logging.getLogger("kvstore")
 
-Allocate: TypeAlias = Callable[[tuple[TensorSpec, ...], int], Mapping[str, TensorBuffer]]
-"""Given the tensors and the number of tokens they must hold at least, returns memory for each by name."""
-
 THREADS = 2
-"""Readers of one restore. Two hide the first touch of memory behind reading; more win nothing on a laptop's disk."""
+"""Readers of one restore, the caller among them. Two hide the first touch of memory behind reading; more win nothing on
+a laptop's disk."""
 
 _WINDOW = 64
 """Files open at once. A long conversation has hundreds of blocks, and macOS gives a process 256 descriptors."""
@@ -49,21 +45,19 @@ class Restored:
     border: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    ref: BlockRef
-    fd: int
-    head: bytes
-    specs: tuple[TensorSpec, ...]
-
-
 def read(match: Match, allocate: Allocate, threads: int = THREADS) -> Restored:
     """Restore a match; Restored(0, 0, 0) when nothing of it could be read.
 
-    allocate is called once, when the first blocks are open, and not at all when none opens.
+    allocate is called once, when the first blocks are open, and not at all when none opens or there is none.
     """
     context = match.space.context
     steps, refs = _refs(match)
+    if steps and not refs:
+        # An engine that keeps nothing per token: the tokens were compared, and there is nothing more to read.
+        tokens = min(match.count, steps[-1].end)
+        context.counters.add(restored_tokens=tokens)
+        _touch(context, steps)
+        return Restored(tokens, 0, max((step.end for step in steps if step.end <= tokens), default=0))
     good, bad = _read_windows(context, refs, allocate, threads)
     if bad is not None:
         # Remembered, so that the next lookup ends before this node instead of reading into the same damage again.
@@ -86,23 +80,20 @@ def _read_windows(
     context: Context, refs: list[BlockRef], allocate: Allocate, threads: int
 ) -> tuple[list[BlockRef], BlockRef | None]:
     """Read blocks in order, a window of open files at a time; the good ones before the first bad one, and that one."""
-    buffers: Mapping[str, TensorBuffer] = {}
+    memory: Memory | None = None
     specs: tuple[TensorSpec, ...] | None = None
     good: list[BlockRef] = []
     bad: BlockRef | None = None
     while len(good) < len(refs) and bad is None:
-        opened: list[_Opened] = []
+        opened: list[OpenBlock] = []
         try:
             bad = _open_window(context, refs[len(good) : len(good) + _WINDOW], specs, opened)
             if not opened:
                 break
             specs = opened[0].specs
-            if not buffers:
-                end = refs[-1].first + refs[-1].count
-                buffers = allocate(specs, end)
-                for spec in specs:
-                    buffers[spec.name].check(spec, end)
-            read = _read_all(context, opened, buffers, threads)
+            if memory is None:
+                memory = Memory(allocate, specs, refs[-1].first + refs[-1].count)
+            read = _read_all(context, opened, memory, threads)
         finally:
             for block in opened:
                 os.close(block.fd)
@@ -113,7 +104,7 @@ def _read_windows(
 
 
 def _open_window(
-    context: Context, refs: list[BlockRef], expected: tuple[TensorSpec, ...] | None, opened: list[_Opened]
+    context: Context, refs: list[BlockRef], expected: tuple[TensorSpec, ...] | None, opened: list[OpenBlock]
 ) -> BlockRef | None:
     """Open blocks into opened, in order, until one is unusable, which is returned, or no more files can be open."""
     for ref in refs:
@@ -159,7 +150,7 @@ def _continues(manifest: Manifest, step: Step, parent: bytes) -> bool:
     return manifest.kind == "kv" and manifest.parent == parent and manifest.first == step.first
 
 
-def _open(context: Context, ref: BlockRef, expected: tuple[TensorSpec, ...] | None) -> _Opened | None:
+def _open(context: Context, ref: BlockRef, expected: tuple[TensorSpec, ...] | None) -> OpenBlock | None:
     """A block with its header read and compared with the first block's tensors; None (counted) when it is unusable.
 
     Raises OSError only when no more files can be open.
@@ -189,26 +180,12 @@ def _open(context: Context, ref: BlockRef, expected: tuple[TensorSpec, ...] | No
         os.close(fd)
         _damaged(context, ref, error)
         return None
-    return _Opened(ref, fd, head, specs)
+    return OpenBlock(ref, fd, head, specs)
 
 
-def _read_all(
-    context: Context, opened: list[_Opened], buffers: Mapping[str, TensorBuffer], threads: int
-) -> list[BlockRef]:
-    """Read all blocks, some at a time; the references of the good ones before the first bad one."""
-
-    def one(block: _Opened) -> Exception | None:
-        try:
-            read_span(block.fd, block.ref, block.head, block.specs, buffers)
-        except (OSError, DamagedBlockError) as error:
-            return error
-        return None
-
-    if threads > 1 and len(opened) > 1:
-        with ThreadPoolExecutor(threads, "kvstore-read") as pool:
-            results = list(pool.map(one, opened))
-    else:
-        results = [one(block) for block in opened]
+def _read_all(context: Context, opened: list[OpenBlock], memory: Memory, threads: int) -> list[BlockRef]:
+    """Read all blocks; the references of the good ones before the first bad one."""
+    results = scatter(opened, memory, threads)
     bad = [(block.ref, error) for block, error in zip(opened, results, strict=True) if error is not None]
     if not bad:
         return [block.ref for block in opened]

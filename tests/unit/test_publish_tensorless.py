@@ -41,3 +41,14 @@ def test_tensors_do_not_begin_in_the_middle_of_a_chunk(tmp_path, space, before):
     assert [path.name.split("-")[1] for path in node_files(tmp_path / "cache")] == ["5"]
     space.publish(TOKENS, spans(TOKENS, 0, 16, 32))
     assert restore(space, TOKENS).tokens == 32
+
+
+def test_a_restore_compares_the_tokens_and_reads_nothing(space):
+    space.publish(TOKENS, [nothing(0, 16), nothing(16, 32), nothing(32, 40)])
+
+    def allocate(_specs, _tokens):
+        raise AssertionError("there is nothing to allocate for")
+
+    for asked, found, border in (([*TOKENS, 1], 40, 40), (TOKENS[:32], 32, 32), (TOKENS[:31], 16, 16)):
+        restored = space.read(space.lookup(asked), allocate)
+        assert (restored.tokens, restored.size, restored.border) == (found, 0, border)
