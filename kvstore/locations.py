@@ -15,11 +15,30 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePath
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import platformdirs
 
-__all__ = ["Mount", "default_directory", "mount_of", "warnings_for"]
+__all__ = ["VARIABLE", "Mount", "Place", "default_directory", "mount_of", "place_of", "warnings_for"]
+
+VARIABLE = "KVSTORE_DIR"
+"""The environment variable that names a directory for whoever names none."""
+
+
+class Place(NamedTuple):
+    """Where to look for a cache directory, and who said so: the command line, the environment, or nobody."""
+
+    path: Path
+    source: Literal["given", "environment", "default"]
+
+    @property
+    def why(self) -> str:
+        """Why there, to follow the word "because"."""
+        return {
+            "given": "the command line names it",
+            "environment": f"{VARIABLE} names it",
+            "default": f"it is the default, and neither the command line nor {VARIABLE} names another",
+        }[self.source]
 
 
 class Mount(NamedTuple):
@@ -51,20 +70,31 @@ _MACOS_SYNCED = ("Library", "CloudStorage")
 _TEMPORARY = ("/tmp", "/var/tmp", "/private/tmp", "/private/var/tmp", "/private/var/folders", "/var/folders")  # noqa: S108 - named to be refused, not used
 
 
-def default_directory() -> Path:
-    """``$KVSTORE_DIR``, or the folder for it among this user's caches (``~/.cache``, ``~/Library/Caches``).
+def place_of(given: str | os.PathLike[str] | None = None) -> Place:
+    """The directory that is given, else ``$KVSTORE_DIR``, else the default: this user's own among the user's caches.
 
-    A folder of its own below kvstore's: adapters keep small files there, and a cache directory holds nothing else.
+    (``~/.cache/kvstore/kv``, on macOS ``~/Library/Caches/kvstore/kv``. A folder of its own below kvstore's: adapters
+    keep small files there, and a cache directory holds nothing else.)
     """
-    named = os.environ.get("KVSTORE_DIR", "").strip()
-    if named:
-        return Path(os.path.abspath(os.path.expanduser(named)))
-    return platformdirs.user_cache_path("kvstore", appauthor=False) / "kv"
+    if given is not None:
+        return Place(_absolute(given), "given")
+    if named := os.environ.get(VARIABLE, "").strip():
+        return Place(_absolute(named), "environment")
+    return Place(platformdirs.user_cache_path("kvstore", appauthor=False) / "kv", "default")
+
+
+def default_directory() -> Path:
+    """Where a cache directory lies when the caller names none; see place_of."""
+    return place_of().path
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(path)))
 
 
 def warnings_for(path: str | os.PathLike[str]) -> list[str]:
     """What speaks against keeping a cache directory there, one sentence each; the path need not exist yet."""
-    given = Path(os.path.abspath(os.path.expanduser(path)))
+    given = _absolute(path)
     real = Path(os.path.realpath(given))
     found = []
     if (service := _synced_by(real) or _synced_by(given)) is not None:

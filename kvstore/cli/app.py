@@ -19,11 +19,13 @@ import typer
 from rich.console import Console
 
 from kvstore._version import __version__
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, NotACacheDirectoryError
 from kvstore.layout import Layout
+from kvstore.locations import Place, place_of
 from kvstore.store import Store
 
 __all__ = [
+    "DIRECTORY_DEFAULT",
     "DirectoryArgument",
     "JsonOption",
     "app",
@@ -48,8 +50,9 @@ console = Console(stderr=True)
 
 _PIPE_WIDTH = 240
 
+DIRECTORY_DEFAULT = "(default: $KVSTORE_DIR, or kvstore/kv among your caches)"
 DirectoryArgument = Annotated[
-    Path, typer.Argument(envvar="KVSTORE_DIR", help="The cache directory.", show_default=False)
+    Path | None, typer.Argument(metavar="DIR", help=f"The cache directory {DIRECTORY_DEFAULT}.", show_default=False)
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of a table.")]
 
@@ -70,10 +73,27 @@ def _root(
 
 
 @contextmanager
-def opened(directory: Path) -> Iterator[Store]:
-    """An existing cache directory for one command; every KVStoreError becomes a sentence and exit code 1."""
-    with sentences(), Store.open(directory, create=False) as store:
+def opened(directory: Path | None) -> Iterator[Store]:
+    """An existing cache directory for one command; every KVStoreError becomes a sentence and exit code 1.
+
+    None looks where kvstore.locations says. What is not there is said with where it was looked for, and why there.
+    """
+    with sentences(), _existing(place_of(directory)) as store:
         yield store
+
+
+def _existing(place: Place) -> Store:
+    if not os.path.lexists(place.path):
+        raise NotACacheDirectoryError(
+            f"there is no {place.path} (looked there because {place.why}); check the path, or let "
+            "`kvstore serve --kv-cache-dir` make one"
+        )
+    try:
+        return Store.open(place.path, create=False)
+    except NotACacheDirectoryError as error:
+        if place.source == "given":
+            raise
+        raise NotACacheDirectoryError(f"{error} (looked there because {place.why})") from error
 
 
 @contextmanager

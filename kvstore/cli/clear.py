@@ -32,7 +32,7 @@ __all__ = ["clear"]
 
 @app.command()
 def clear(
-    directory: DirectoryArgument,
+    directory: DirectoryArgument = None,
     *,
     everything: Annotated[
         bool, typer.Option("--all", help="Delete everything; an empty cache directory is left.")

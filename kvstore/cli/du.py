@@ -31,7 +31,7 @@ _SHORT_ID = 12
 
 
 @app.command()
-def du(directory: DirectoryArgument, as_json: JsonOption = False) -> None:
+def du(directory: DirectoryArgument = None, as_json: JsonOption = False) -> None:
     """Show what the directory takes on disk: by namespace, and by kind of file."""
     with opened(directory) as store:
         try:

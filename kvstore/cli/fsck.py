@@ -5,8 +5,10 @@ With ``--json`` one document; path is relative to the directory, and counts has 
     {"directory": "/…", "read_data": true, "repair": true, "exit_code": 1, "error": "", "errors": 1, "corrected": 1,
      "notes": 0, "seconds": 0.123, "counts": {"manifests": 12, "states": 0, "blocks": 12, …},
      "findings": [{"severity": "error", "code": "block-damaged", "path": "objects/blocks/ab/ab…",
-                   "sentence": "…", "repair": "set aside as quarantine/…", "corrected": true}]}
+                   "sentence": "…", "repair": "set aside as quarantine/…", "corrected": true}],
+     "warnings": ["/… is a temporary folder, …"]}
 
+warnings: what speaks against the place of the directory (kvstore.locations); on stderr, too. They change no exit code.
 docs/fsck.md lists the codes of findings. The exit code is fsck(8)'s, and so a command line that is wrong exits with 16
 here, not with 2.
 """
@@ -24,8 +26,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from typer.core import TyperCommand
 
 from kvstore.cli.app import DirectoryArgument, JsonOption, app, console, opened, output, print_json
+from kvstore.cli.common import warn
 from kvstore.fsck import ExitCode, Finding, Report, check
 from kvstore.fsck import Progress as Told
+from kvstore.locations import warnings_for
 from kvstore.sizes import format_size
 
 __all__ = ["fsck"]
@@ -55,7 +59,7 @@ class _Command(TyperCommand):
     "not be done, or not be completed; 16 the command line is wrong; 32 interrupted. Notes change nothing.",
 )
 def fsck(
-    directory: DirectoryArgument,
+    directory: DirectoryArgument = None,
     *,
     read_data: Annotated[
         bool, typer.Option("--read-data", help="Read every byte of every block, instead of sizes and headers only.")
@@ -89,11 +93,13 @@ def fsck(
     except typer.Exit as stop:
         # opened() has said why the directory cannot be used.
         raise typer.Exit(ExitCode.FAILED) from stop
+    warnings = warnings_for(store.path)
     if as_json:
-        print_json(report.document())
+        print_json({**report.document(), "warnings": warnings})
     else:
         for line in _lines(report):
             output().print(line, highlight=False, soft_wrap=True, markup=False)
+    warn(warnings)
     if report.error:
         console.print(f"kvstore: {report.error}", style="red", highlight=False, soft_wrap=True, markup=False)
     raise typer.Exit(report.exit_code)

@@ -29,7 +29,7 @@ __all__ = ["gc"]
 
 @app.command()
 def gc(
-    directory: DirectoryArgument,
+    directory: DirectoryArgument = None,
     *,
     size: Annotated[
         str | None,

@@ -62,7 +62,7 @@ _KEYS: dict[Sort, Callable[[Conversation], Any]] = {
 
 @app.command()
 def ls(
-    directory: DirectoryArgument,
+    directory: DirectoryArgument = None,
     as_json: JsonOption = False,
     namespace: Annotated[
         str, typer.Option(metavar="PREFIX", help="Only namespaces whose id begins with this.", show_default=False)

@@ -4,10 +4,11 @@ With ``--json`` one document with the fields of kvstore.merge.MergeReport, and t
 
     {"source": "/…", "target": "/…", "dry_run": false, "nodes": 0, "states": 0, "blocks": 0, "copied_bytes": 0,
      "tokenizations": 0, "namespaces": 0, "there": 0, "damaged": 0, "without_parent": 0, "skipped": 0, "foreign": 0,
-     "problems": [], "error": ""}
+     "problems": [], "error": "", "warnings": []}
 
-Exit code 1 when the two cannot be merged, or when it had to stop early; running it again goes on. What is damaged in
-the source is said on stderr, left out, and no reason to fail.
+warnings: what speaks against the place of the target (kvstore.locations); on stderr, too. Exit code 1 when the two
+cannot be merged, or when it had to stop early; running it again goes on. What is damaged in the source is said on
+stderr, left out, and no reason to fail.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Annotated
 
 import typer
 
-from kvstore.cli.app import JsonOption, app, counted, opened, print_json
+from kvstore.cli.app import DIRECTORY_DEFAULT, JsonOption, app, counted, opened, print_json
 from kvstore.cli.common import DryRunOption, bar, say, warn
 from kvstore.errors import KVStoreError
+from kvstore.locations import warnings_for
 from kvstore.merge import MergeReport
 from kvstore.merge import merge as bring
 from kvstore.sizes import format_size
@@ -32,7 +34,10 @@ __all__ = ["merge"]
 @app.command()
 def merge(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="The cache directory to read.", show_default=False)],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="The cache directory to add to.", show_default=False)],
+    target: Annotated[
+        Path | None,
+        typer.Argument(metavar="DST", help=f"The cache directory to add to {DIRECTORY_DEFAULT}.", show_default=False),
+    ] = None,
     *,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
@@ -41,16 +46,17 @@ def merge(
     with opened(source) as one, opened(target) as other:
         with bar("copying blocks") as told:
             report = bring(one.context, other.context, dry_run=dry_run, progress=told)
+        warnings = warnings_for(other.path)
         if as_json:
-            print_json({"source": str(one.path), "target": str(other.path), **asdict(report)})
+            print_json({"source": str(one.path), "target": str(other.path), **asdict(report), "warnings": warnings})
         else:
-            say(_lines(report))
-        warn(report.problems)
+            say(_lines(report, other.path))
+        warn([*warnings, *report.problems])
         if report.error:
             raise KVStoreError(f"{report.error}; what was copied stays, and running this again goes on")
 
 
-def _lines(report: MergeReport) -> Iterator[str]:
+def _lines(report: MergeReport, target: Path) -> Iterator[str]:
     parts = [
         counted(number, one)
         for number, one in (
@@ -63,7 +69,7 @@ def _lines(report: MergeReport) -> Iterator[str]:
     ]
     would = "Would copy" if report.dry_run else "Copied"
     size = f", {counted(report.blocks, 'block')} of {format_size(report.copied_bytes)}" if report.blocks else ""
-    yield f"{would} {', '.join(parts) or 'nothing'}{size}."
+    yield f"{would} {', '.join(parts) or 'nothing'}{size} into {target}."
     if report.there:
         yield f"{counted(report.there, 'manifest')} were there already."
     if report.damaged:

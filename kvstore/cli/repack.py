@@ -28,7 +28,7 @@ __all__ = ["repack"]
 
 @app.command()
 def repack(
-    directory: DirectoryArgument,
+    directory: DirectoryArgument = None,
     *,
     older_than: Annotated[
         str, typer.Option(help="Only what was not used for this long, such as 1d, 12h or 0s.")

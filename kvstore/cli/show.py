@@ -25,7 +25,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from kvstore.cli.app import DirectoryArgument, JsonOption, app, console, counted, opened, output, print_json
+from kvstore.cli.app import DIRECTORY_DEFAULT, JsonOption, app, console, counted, opened, output, print_json
 from kvstore.cli.common import plain, say
 from kvstore.errors import KVStoreError
 from kvstore.prefix import Part, Prefix, StateInfo, find_prefix
@@ -39,8 +39,15 @@ _SHORT_ID = 12
 
 @app.command()
 def show(
-    directory: DirectoryArgument,
-    key: Annotated[str, typer.Argument(help="The key of its last node, or a unique beginning of it, as ls shows it.")],
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[DIR] KEY",
+            help=f"The cache directory {DIRECTORY_DEFAULT}, and the key of the prefix's last node, or a unique "
+            "beginning of it, as ls shows it.",
+            show_default=False,
+        ),
+    ],
     *,
     text: Annotated[bool, typer.Option("--text", help="Print what its tokens say; needs --tokenizer.")] = False,
     tokenizer: Annotated[
@@ -51,6 +58,9 @@ def show(
     """Show one saved prefix: its nodes, their blocks and boundary states, and with --text its words."""
     if text != (tokenizer is not None):
         raise typer.BadParameter("--text and --tokenizer FOLDER go together")
+    if len(names) > 2:
+        raise typer.BadParameter("name a cache directory and a key, or a key alone")
+    directory, key = (Path(names[0]) if len(names) > 1 else None), names[-1]
     with opened(directory) as store:
         try:
             found = find_prefix(store.context, key)

@@ -221,7 +221,7 @@ def test_a_limit_that_cannot_be_read_is_one_sentence(path, arguments, expected):
 def test_what_is_no_cache_directory_is_one_sentence(tmp_path, command):
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder").mkdir()
-    assert "is not a cache directory" in sentence(command, tmp_path / "missing")
+    assert f"there is no {tmp_path / 'missing'} " in sentence(command, tmp_path / "missing")
     assert "is not a cache directory" in sentence(command, tmp_path / "folder")
     assert "is a file" in sentence(command, tmp_path / "file")
     assert os.listdir(tmp_path / "folder") == []
@@ -242,7 +242,7 @@ def test_ls_of_a_directory_that_cannot_be_read_is_one_sentence(path, monkeypatch
     assert "permission denied" in sentence("ls", path)
 
 
-@pytest.mark.parametrize("arguments", [["--bogus"], ["--sort", "name"], []])
+@pytest.mark.parametrize("arguments", [["--bogus"], ["--sort", "name"], ["one", "too many"]])
 def test_a_wrong_command_line_is_code_2(arguments):
     result = CliRunner().invoke(app, ["ls", *arguments], env={"KVSTORE_DIR": None})
     assert result.exit_code == 2

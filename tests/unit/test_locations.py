@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import locations
-from kvstore.locations import Mount, default_directory, mount_of, warnings_for
+from kvstore.locations import Mount, Place, default_directory, mount_of, place_of, warnings_for
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +40,18 @@ def test_an_environment_variable_overrides_it(home, monkeypatch):
     assert default_directory().name == "kv"
     monkeypatch.setenv("KVSTORE_DIR", "relative")
     assert default_directory() == Path.cwd() / "relative"
+
+
+def test_what_is_given_comes_before_the_environment_and_that_before_the_default(home, monkeypatch):
+    assert place_of("~/here") == (home / "here", "given")
+    assert place_of().source == "default"
+    monkeypatch.setenv("KVSTORE_DIR", "~/elsewhere")
+    assert place_of("~/here") == (home / "here", "given")
+    assert place_of() == (home / "elsewhere", "environment")
+    monkeypatch.setenv("KVSTORE_DIR", " ")
+    assert place_of().source == "default"
+    reasons = {Place(Path("/"), source).why for source in ("given", "environment", "default")}
+    assert len(reasons) == 3
 
 
 @pytest.mark.parametrize(
