@@ -21,6 +21,7 @@ from kvstore.fs import Durability, FileSystem
 from kvstore.layout import Layout
 from kvstore.locks import publish_lock
 from kvstore.manifest import FORMAT, MAX_INTERVAL
+from kvstore.untrusted import parse
 
 __all__ = ["CACHEDIR_TAG", "DEFAULT_INTERVAL", "open_directory", "unavailable", "write_file"]
 
@@ -94,7 +95,7 @@ def _read_config(fs: FileSystem, layout: Layout) -> dict[str, Any] | None:
     except NotADirectoryError:
         raise NotACacheDirectoryError(f"{layout.root} is a file; name a directory") from None
     try:
-        config = json.loads(data)
+        config = parse(data)
     except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict) or not isinstance(config.get("format"), int):

@@ -159,7 +159,8 @@ def decode(data: Buffer) -> Manifest:
     if checksum(view[:end]) != view[end:]:
         raise DamagedManifestError("manifest checksum does not match")
     chunk = 1 <= count <= interval <= MAX_INTERVAL and first % interval == 0
-    if not chunk or n_blocks > MAX_BLOCKS or writer_bytes > MAX_WRITER_BYTES:
+    # (No chunk has more blocks than tokens.)
+    if not chunk or n_blocks > min(count, MAX_BLOCKS) or writer_bytes > MAX_WRITER_BYTES:
         raise DamagedManifestError("manifest counts are out of their bounds, or not inside one chunk")
     tokens = bytes(view[tokens_at:refs_at])
     if node_key(parent, tokens) != key:

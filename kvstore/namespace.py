@@ -13,6 +13,7 @@ from typing import Any
 
 from kvstore.fs import FileSystem
 from kvstore.keys import namespace_fingerprint
+from kvstore.untrusted import parse
 
 __all__ = ["MAX_NAMESPACE_BYTES", "NamespaceInfo", "read_namespace_file"]
 
@@ -58,7 +59,7 @@ def read_namespace_file(fs: FileSystem, path: Path) -> dict[str, Any]:
     """The document of a namespace; empty when it is missing or unreadable, because people's text is never needed."""
     try:
         data, _ = fs.read_file(path, MAX_NAMESPACE_BYTES)
-        content = json.loads(data)
+        content = parse(data)
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

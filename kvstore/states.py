@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from kvstore.blocks import DTYPE_BYTES, HEADER_ERRORS, MAX_HEADER_BYTES, pack_header, read_header
+from kvstore.blocks import DTYPE_BYTES, MAX_HEADER_BYTES, pack_header, read_header
 from kvstore.context import Context, Space
 from kvstore.errors import DamagedBlockError, PublishError
 from kvstore.fs import out_of_files, preadv_full
 from kvstore.keys import Buffer, block_digest
 from kvstore.lookup import Step, load_manifest
 from kvstore.manifest import BlockRef
+from kvstore.untrusted import JSON_ERRORS, fits
 
 __all__ = ["AllocateState", "Scalar", "State", "StateTensor", "parse_state_header", "read_state", "state_parts"]
 
@@ -65,6 +66,9 @@ def state_parts(state: State, first: int, count: int) -> tuple[list[Buffer], int
             isinstance(value, float) and not math.isfinite(value)
         ):
             raise PublishError(f"{value!r} is not a value that a state can hold")
+    for tensor in state.tensors:
+        if not fits(tensor.shape):
+            raise PublishError(f"{tensor.name} has a shape that no array can have: {tensor.shape!r:.80}")
     empty = [[tensor.name, tensor.dtype, list(tensor.shape)] for tensor in state.tensors if not tensor.nbytes]
     entries: dict[str, Any] = {
         "__metadata__": {
@@ -152,7 +156,7 @@ def parse_state_header(head: Buffer, ref: BlockRef) -> tuple[tuple[StateTensor, 
             isinstance(v, bool | int | float | str | None) for v in values.values()
         ):
             raise TypeError("values are not scalars")
-    except HEADER_ERRORS as error:
+    except JSON_ERRORS as error:
         raise DamagedBlockError(f"header cannot be read: {error!r:.200}") from error
     if ref.payload + at != ref.size:
         raise DamagedBlockError("payload size contradicts the header")
@@ -163,6 +167,6 @@ def _tensor(row: Sequence[Any]) -> StateTensor:
     name, dtype, shape = row
     if not isinstance(name, str) or dtype not in DTYPE_BYTES:
         raise ValueError("a tensor has an impossible name or dtype")
-    if any(type(size) is not int or not 0 <= size < 1 << 40 for size in shape):
+    if any(type(size) is not int or not 0 <= size < 1 << 40 for size in shape) or not fits(shape):
         raise ValueError(f"tensor {name!r:.80} has an impossible shape")
     return StateTensor(name, dtype, tuple(shape))

@@ -22,8 +22,8 @@ MAGIC = b"KVSTTOKS"
 FORMAT = 1
 _HEAD = struct.Struct("<8s I I 32s Q")
 _CHECKSUM_BYTES = 16
-MAX_TOKENS = 1 << 24
-"""Far above any context length; nothing larger is read."""
+MAX_TOKENS = 1 << 21
+"""Above nearly all context lengths; nothing larger is read, and nothing larger is saved: it is tokenized every time."""
 
 _TOUCH_AFTER_NS = 3600 * 10**9
 
@@ -62,7 +62,7 @@ class Tokenizations:
         context = self._context
         key = request_key(self._scope, request)
         path = self._path(key)
-        if path.exists() and path not in context.damaged:
+        if len(tokens) > MAX_TOKENS * TOKEN_BYTES or (path.exists() and path not in context.damaged):
             return
         body = _HEAD.pack(MAGIC, FORMAT, len(tokens) // TOKEN_BYTES, key, context.clock()) + tokens
         fd, staged = context.staging.create()
@@ -89,4 +89,5 @@ def decode(data: bytes, key: bytes) -> bytes | None:
     end = _HEAD.size + count * TOKEN_BYTES
     if (magic, version, found, end + _CHECKSUM_BYTES) != (MAGIC, FORMAT, key, len(data)):
         return None
-    return data[_HEAD.size : end] if checksum(data[:end]) == data[end:] else None
+    view = memoryview(data)
+    return bytes(view[_HEAD.size : end]) if checksum(view[:end]) == view[end:] else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from kvstore.fsck.tree import WIDE, Misfits, entries
 from kvstore.keys import namespace_fingerprint
 from kvstore.layout import NAME_KEY_BYTES, Layout
 from kvstore.namespace import MAX_NAMESPACE_BYTES
+from kvstore.untrusted import JSON_ERRORS, parse
 
 __all__ = ["check_namespaces", "check_staging", "check_top", "count_quarantine"]
 
@@ -81,11 +81,11 @@ def _description_trouble(judge: Judge, path: Path, namespace: str) -> str:
     if status.st_mode & WIDE:
         judge.wide_files(path, 1)
     try:
-        document = json.loads(data)
+        document = parse(data)
         fingerprint = bytes.fromhex(document["fingerprint"])
         if not document["salted"] and namespace_fingerprint(document["description"]) != fingerprint:
             return "Its description is not what the namespace was made of; remove it to have it written again."
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except JSON_ERRORS:
         return "It cannot be understood; remove it to have it written again."
     if fingerprint[:NAME_KEY_BYTES].hex() != namespace:
         return "It describes another namespace; remove it to have it written again."

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-import time
-import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from core_support import INFO, Memory, files, open_store, prompt
 from format_support import Forged, Ref, block_bytes, install_block, pack, root_of
+from hostile_support import measured
 
 from kvstore import Namespace, TensorSpec
+from kvstore.blocks import MAX_HEADER_BYTES
 
 TOKENS = prompt(16)
-SECONDS = 0.05
-BYTES = 10 << 20
 
 ROOT = root_of(INFO.fingerprint, 16)
 GOOD = {"dtype": "U8", "shape": [1, 16, 4], "data_offsets": [0, 64]}
@@ -56,24 +53,6 @@ def ref_to(root: Path, head: bytes, **changes) -> Ref:
 
 def good_ref(root: Path, **changes) -> Ref:
     return ref_to(root, block_bytes(header(x=GOOD)), **changes)
-
-
-def measured(work: Callable[[], object]) -> object:
-    """The result of work, which must be quick and small. Best of three, in time of this process alone."""
-    spent = []
-    for _ in range(3):
-        before = time.process_time()
-        result = work()
-        spent.append(time.process_time() - before)
-    tracemalloc.start()
-    try:
-        work()
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert min(spent) < SECONDS
-    assert peak < BYTES
-    return result
 
 
 def read(root: Path, tokens=TOKENS) -> int:
@@ -202,6 +181,33 @@ HEADER_LIES: dict[str, bytes | str | dict] = {
     "nothing": "",
     "not UTF-8": OPEN.encode() + b',"\xff":1}',
     "2,000 tensors of 16 GiB": header(**{f"{i}": {**GOOD, "shape": [1, 16, 2**30]} for i in range(2_000)}),
+}
+
+
+def filled(begin: str, item: str, end: str) -> str:
+    """As much as fits into a header."""
+    return begin + item * ((MAX_HEADER_BYTES - 8 - len(begin) - len(end)) // len(item)) + end
+
+
+HEADER_LIES |= {
+    "87,000 objects": filled(OPEN + ',"x":[', "{},", "{}]}"),
+    "87,000 objects in the metadata": filled('{"__metadata__":[', "{},", "{}]}"),
+    "87,000 arrays": filled(OPEN + ',"x":[', "[],", "[]]}"),
+    "65,000 numbers": filled(OPEN + ',"x":[', "1e9,", "1]}"),
+    "52,000 strings": filled(OPEN + ',"x":[', '"ab",', '""]}'),
+    "61 numbers of 4,299 digits": filled(OPEN + ',"x":[', "9" * 4299 + ",", "1]}"),
+    "numbers of 199 digits": filled(OPEN + ',"x":[', "9" * 199 + ",", "1]}"),
+    "26,000 names": OPEN + "," + ",".join(f'"{i:x}":0' for i in range(26_000)) + "}",
+    "18,000 dimensions": filled(
+        OPEN + ',"x":{"dtype":"U8","shape":[1,16,', "1099511627775,", '1],"data_offsets":[0,64]}}'
+    ),
+    "130,000 dimensions of 1": filled(OPEN + ',"x":{"dtype":"U8","shape":[1,16,', "1,", '1],"data_offsets":[0,16]}}'),
+    "a name of 260,000 letters": filled(OPEN + ',"', "x", '":0}'),
+    "43,000 escapes": filled(OPEN + ',"x":"', "\\u0041", '"}'),
+    "as many tensors as fit": filled(OPEN, ',"x":{"dtype":"U8","shape":[1,16,1],"data_offsets":[0,16]}', "}"),
+    "3,000 tensors of another size than the file": header(
+        **{f"{i:x}": {"dtype": "U8", "shape": [1, 16], "data_offsets": [16 * i, 16 * i + 16]} for i in range(3_000)}
+    ),
 }
 
 
