@@ -174,7 +174,7 @@ def publish_state(space: Space, packed: bytes, state: State) -> Published:
     if existing(space, chunk, "state") is not None:
         return Published(end, 0, 0)
     parts, payload = state_parts(state, chunk.first, chunk.count)
-    ref, written = put_block(space.context, parts, payload, chunk.first, chunk.count, decode=False)
+    ref, written = put_block(space.context, parts, payload, chunk.first, chunk.count, decode=state.decode)
     written += put_node(space, chunk, "state", (ref,), lambda: _require(space, chunk))
     space.context.counters.add(published_nodes=1, written_bytes=written)
     return Published(end, 1, written)

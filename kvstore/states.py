@@ -45,12 +45,16 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A boundary state to be published: one buffer of bytes a tensor, in order, and values by name."""
+    """A boundary state to be published: one buffer of bytes a tensor, in order, and values by name.
+
+    decode: something that led to it was decoded and not prefilled; see BlockRef.
+    """
 
     tensors: tuple[StateTensor, ...]
     data: Sequence[Buffer]
     values: Mapping[str, Scalar] = field(default_factory=dict)
     phase: int = 0
+    decode: bool = False
 
 
 AllocateState: TypeAlias = Callable[[tuple[StateTensor, ...]], Mapping[str, memoryview]]

@@ -28,6 +28,7 @@ from kvstore.keys import pack_tokens
 from kvstore.locks import publish_lock
 from kvstore.lookup import Match, find
 from kvstore.namespace import NamespaceInfo
+from kvstore.prefilled import prefill_part
 from kvstore.publish import Published, publish, publish_state
 from kvstore.restore import THREADS, Allocate, Restored, read
 from kvstore.states import AllocateState, Scalar, State, read_state
@@ -139,12 +140,16 @@ class Namespace:
         """Tokens a chunk."""
         return self._space.context.interval
 
-    def lookup(self, tokens: Iterable[int] | bytes, *, trimmable: bool = True) -> Match:
+    def lookup(
+        self, tokens: Iterable[int] | bytes, *, trimmable: bool = True, prefill_only: bool = False
+    ) -> Match:
         """The longest saved prefix of these tokens; match.count is 0 when there is none. Never raises OSError.
 
         trimmable False is for engines whose caches cannot be cut at any token: the match ends at a boundary state.
+        prefill_only leaves out what was decoded and what follows it.
         """
-        return find(self._space, pack_tokens(tokens), trimmable=trimmable)
+        match = find(self._space, pack_tokens(tokens), trimmable=trimmable)
+        return prefill_part(match, trimmable=trimmable) if prefill_only else match
 
     def read(self, match: Match, allocate: Allocate, threads: int = THREADS) -> Restored:
         """Read a match into memory that allocate provides, every digest checked. Never raises for a bad file."""
