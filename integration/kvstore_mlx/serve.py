@@ -19,6 +19,7 @@ from typing import Any
 
 from kvstore.errors import KVStoreError
 from kvstore.fs import Durability
+from kvstore.locations import place_of, warnings_for
 from kvstore.sizes import format_size, parse_size
 from kvstore.store import DEFAULT_INTERVAL, Store
 from kvstore_mlx.versions import check_versions
@@ -31,7 +32,7 @@ MIN_SIZE = 1 << 20
 
 @dataclass(frozen=True)
 class CacheArguments:
-    """The flags that kvstore adds to mlx_lm.server's."""
+    """The flags that kvstore adds to mlx_lm.server's. directory: empty for the default one, None for none at all."""
 
     directory: str | None
     size: int
@@ -48,7 +49,10 @@ class CacheArguments:
         group.add_argument(
             "--kv-cache-dir",
             metavar="DIR",
-            help="Keep computed prompts in this directory and restore them after a restart (created if missing)",
+            nargs="?",
+            const="",
+            help="Keep computed prompts in this directory and restore them after a restart (created if missing); "
+            "without DIR: in $KVSTORE_DIR, or else in kvstore/kv among your caches",
         )
         group.add_argument(
             "--kv-cache-size",
@@ -197,12 +201,19 @@ def _serve(server: ModuleType, cache: CacheArguments, host: str, port: int, prov
         if mx.distributed.init().size() > 1:
             raise KVStoreError("--kv-cache-dir does not work with distributed inference; start without it")
         assert cache.directory is not None
-        store = Store.open(cache.directory, interval=cache.interval, shared=cache.shared, durability=cache.durability)
+        store = Store.open(
+            place_of(cache.directory or None).path,
+            interval=cache.interval,
+            shared=cache.shared,
+            durability=cache.durability,
+        )
         store.check_writable()
     except KVStoreError as error:
         return _refuse(error)
     with store:
         running = RunningServer(server, store, cache.size, provider, versions)
+        for warning in warnings_for(store.path):
+            logging.getLogger("kvstore").warning("kvstore: %s", warning)
         logging.getLogger("kvstore").info(
             "kvstore: caching in %s (budget %s, interval %d tokens)",
             store.path,

@@ -38,6 +38,11 @@ class Server:
     def log(self) -> str:
         return self.log_file.read_text(errors="replace")
 
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings in the log but that of the place: tests keep their directories in a temporary folder."""
+        return [line for line in self.log.splitlines() if "WARNING" in line and "is a temporary folder" not in line]
+
     def wait_ready(self) -> Server:
         deadline = time.monotonic() + READY_S
         while time.monotonic() < deadline:

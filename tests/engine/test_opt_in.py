@@ -42,8 +42,8 @@ def test_errors_are_those_of_mlx_lm_server(serve, tiny_llama):
         assert seen[0] == seen[1]
 
 
-def test_nothing_of_the_engine_is_replaced(monkeypatch, tiny_llama):
-    """What main() hands to run() without the flag is what mlx_lm.server would have run."""
+def test_nothing_of_the_engine_is_replaced(monkeypatch, tiny_llama, tmp_path):
+    """Without the flag main() hands to run() what mlx_lm.server would have run, whatever the environment says."""
     from mlx_lm import server
 
     from kvstore_mlx import serve
@@ -58,6 +58,7 @@ def test_nothing_of_the_engine_is_replaced(monkeypatch, tiny_llama):
         seen.update({name: getattr(server, name) for name in ("BatchGenerator", "stream_generate", "LRUPromptCache")})
 
     monkeypatch.setattr(server, "run", run)
+    monkeypatch.setenv("KVSTORE_DIR", str(tmp_path / "cache"))
     assert serve.command(["--model", str(tiny_llama), "--port", "9", "--max-tokens", "77"]) == 0
     assert (seen["host"], seen["port"], seen["more"]) == ("127.0.0.1", 9, {})
     assert type(seen["provider"]) is server.ModelProvider
@@ -67,6 +68,7 @@ def test_nothing_of_the_engine_is_replaced(monkeypatch, tiny_llama):
     assert arguments["max_tokens"] == 77
     assert not [name for name in arguments if name.startswith("kv_cache")]
     assert server.argparse is argparse
+    assert not (tmp_path / "cache").exists()
 
 
 def test_flags_are_those_of_mlx_lm_server_and_ours():
