@@ -137,6 +137,8 @@ def _create(fs: FileSystem, layout: Layout, interval: int, clock: Clock) -> dict
     for missing in reversed([layout.root, *layout.root.parents]):
         if not missing.exists():
             fs.make_dir(missing)
+    with suppress(OSError):
+        fs.exclude_from_backup(layout.root)
     for folder in layout.folders:
         fs.make_dir(folder)
     # Synced whatever is asked for the rest: after power loss a block may be short, which its digest tells, but with an

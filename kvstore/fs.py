@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from kvstore import macos
 from kvstore.keys import Buffer
 
 __all__ = ["Durability", "FileSystem", "allocated_bytes", "out_of_files", "preadv_full"]
@@ -137,6 +138,19 @@ class FileSystem:
         except PermissionError:
             with suppress(PermissionError):
                 os.utime(path, follow_symlinks=False)
+
+    def stat(self, path: Path | str) -> os.stat_result:
+        """What a name stands for; a link is not followed."""
+        return os.lstat(path)
+
+    def list_dir(self, path: Path | str) -> list[str]:
+        """All names in a folder."""
+        return os.listdir(path)
+
+    def exclude_from_backup(self, path: Path) -> None:
+        """Ask Time Machine to pass a folder over. Other systems' backups go by CACHEDIR.TAG."""
+        if sys.platform == "darwin":
+            macos.exclude_from_backup(path)
 
     @contextmanager
     def open_read(self, path: Path) -> Iterator[tuple[int, os.stat_result]]:
