@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 from itertools import pairwise
 
@@ -12,11 +11,11 @@ import pytest
 import safetensors
 import safetensors.numpy
 import xxhash
-from core_support import FILL, SPECS, Memory, kv, prompt, span
+from core_support import SPECS, prompt, span
 from format_support import block_bytes
 
 from kvstore import DamagedBlockError, PublishError, Span, TensorBuffer, TensorSpec
-from kvstore.blocks import MAX_HEADER_BYTES, block_parts, read_span, read_specs
+from kvstore.blocks import MAX_HEADER_BYTES, block_parts, read_specs
 from kvstore.manifest import BlockRef
 
 HALF = TensorSpec("0.keys", "F16", 2, (3,))
@@ -153,44 +152,6 @@ def test_memory_that_does_not_fit_is_refused(view, capacity):
     TensorBuffer(memoryview(bytearray(60)), 10).check(spec, 4)
     with pytest.raises(ValueError, match="does not fit"):
         TensorBuffer(view, capacity).check(spec, 4)
-
-
-def read_into_memory(path, some: Span, data: bytes, tokens: int = 40) -> Memory:
-    memory = Memory()
-    into = memory(SPECS, tokens)
-    _, payload = block_parts(some)
-    ref = block(whole(some), payload, some.first, some.count)
-    path.write_bytes(data)
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        read_span(fd, ref, data[:payload], SPECS, into)
-    finally:
-        os.close(fd)
-    return memory
-
-
-def test_a_span_lands_at_its_tokens_and_nowhere_else(tmp_path):
-    tokens = prompt(20)
-    some = span(tokens, 7, 20)
-    memory = read_into_memory(tmp_path / "block", some, whole(some))
-    for spec, expected in zip(SPECS, kv(tokens, 7, 20), strict=True):
-        assert memory.rows(spec, 7, 20) == expected
-        untouched = memory.rows(spec, 0, 7) + memory.rows(spec, 20, memory.capacity)
-        assert untouched == bytes([FILL]) * len(untouched)
-
-
-def test_a_flipped_bit_of_the_payload_is_damage(tmp_path):
-    some = span(prompt(20), 7, 20)
-    data = bytearray(whole(some))
-    data[-1] ^= 1
-    with pytest.raises(DamagedBlockError, match="digest"):
-        read_into_memory(tmp_path / "block", some, bytes(data))
-
-
-def test_a_file_cut_after_it_was_opened_is_damage(tmp_path):
-    some = span(prompt(20), 7, 20)
-    with pytest.raises(DamagedBlockError, match="early"):
-        read_into_memory(tmp_path / "block", some, whole(some)[:-1])
 
 
 METADATA = {"format": "kvstore/1", "first": "8", "count": "4"}

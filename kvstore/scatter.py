@@ -1,0 +1,259 @@
+"""Scatter the payloads of open blocks into the engine's memory, by several threads, hashed in file order.
+
+The work is cut into units of about a mebibyte, a tensor at least, so that the threads share even a single block: the
+first touch of memory costs more than reading, and two threads hide it. A block's digest is over its whole file in
+order. Whichever thread has read the unit that comes next hashes it, and those after it that are there, while they are
+still in the processor's cache; no thread waits for another's hash.
+
+A block is good only when every unit of it was read and hashed and the digest is the one in its name. This module opens
+and closes nothing, and knows neither manifests nor what a damaged block means to a restore.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import xxhash
+
+from kvstore.blocks import TensorBuffer, TensorSpec
+from kvstore.errors import DamagedBlockError
+from kvstore.fs import preadv_full
+from kvstore.manifest import BlockRef
+
+__all__ = ["Allocate", "Memory", "OpenBlock", "scatter"]
+
+Allocate: TypeAlias = Callable[
+    [tuple[TensorSpec, ...], int], Mapping[str, TensorBuffer] | Iterator[Mapping[str, TensorBuffer]]
+]
+"""Given the tensors and the number of tokens they must hold at least, returns memory for each by name.
+
+It may also be a generator that yields the memory in several mappings, tensors in their order: what is there is read
+into while the next is allocated. All of it runs on the thread that called for the restore.
+"""
+
+UNIT_BYTES = 1 << 20
+"""What a thread reads between two looks at the list: larger units leave the last thread alone for longer and grow cold
+before they are hashed, smaller ones cost calls. A tensor of a chunk is one unit, of a short span several share one."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenBlock:
+    """A block's file, its first ref.payload bytes, and the tensors that they describe."""
+
+    ref: BlockRef
+    fd: int
+    head: bytes
+    specs: tuple[TensorSpec, ...]
+
+
+class Memory:
+    """The engine's memory for one restore: what allocate has given so far.
+
+    get may be called by any thread for tensors that are there; grow only by the thread that the engine allocates on.
+    """
+
+    def __init__(self, allocate: Allocate, specs: tuple[TensorSpec, ...], tokens: int) -> None:
+        self._specs = specs
+        self._tokens = tokens
+        self._buffers: dict[str, TensorBuffer] = {}
+        given = allocate(specs, tokens)
+        self._groups = iter((given,)) if isinstance(given, Mapping) else given
+        self.ready = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether every tensor has memory."""
+        return self.ready == len(self._specs)
+
+    def grow(self) -> None:
+        """Take one more group; ready is then the number of leading tensors that have memory.
+
+        Raises ValueError for memory that does not fit or that is missing, and whatever allocate raises.
+        """
+        group = next(self._groups, None)
+        if group is None:
+            raise ValueError(f"no memory was given for {self._specs[self.ready].name}")
+        at = self.ready
+        while at < len(self._specs) and (buffer := group.get(self._specs[at].name)) is not None:
+            buffer.check(self._specs[at], self._tokens)
+            self._buffers[self._specs[at].name] = buffer
+            at += 1
+        if at == self.ready and group:
+            raise ValueError(f"memory for {self._specs[at].name} must come before that for {next(iter(group))}")
+        self.ready = at
+
+    def runs(self, spec: TensorSpec, first: int, count: int) -> list[memoryview]:
+        """Where tokens first .. first + count of one tensor go; see TensorBuffer.runs."""
+        return self._buffers[spec.name].runs(spec, first, count)
+
+
+def scatter(blocks: Sequence[OpenBlock], memory: Memory, threads: int) -> list[Exception | None]:
+    """Read all blocks into memory; for each, in order, what is wrong with it, or None.
+
+    From the first token of a bad block on the memory holds bytes that must not be used. The calling thread allocates,
+    then reads like the others. Whatever is not the fault of a block is raised, by whichever thread it happened to; no
+    thread is left when this returns or raises.
+    """
+    work = _Work(blocks, memory)
+    others: list[threading.Thread] = []
+    try:
+        for _ in range(min(threads, len(work.units)) - 1):
+            thread = threading.Thread(target=work.run, name="kvstore-read")
+            # No more threads can be started just now (or the interpreter is ending): fewer read, as well.
+            with suppress(RuntimeError):
+                thread.start()
+                others.append(thread)
+        work.allocate()
+        work.run()
+    finally:
+        work.stop()
+        for thread in others:
+            _join(thread)
+    return work.outcome()
+
+
+def _join(thread: threading.Thread) -> None:
+    """Also when the user interrupts once more: the files must not be closed under a thread that reads them."""
+    while thread.is_alive():
+        with suppress(KeyboardInterrupt):
+            thread.join()
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Tensors begin .. end of a block, whose bytes begin at offset in its file. number: its place in the block."""
+
+    block: _Reading
+    number: int
+    begin: int
+    end: int
+    offset: int
+
+
+class _Reading:
+    """What became of one block so far: the hash of its leading units, and those that wait for an earlier one."""
+
+    def __init__(self, block: OpenBlock) -> None:
+        self.block = block
+        self.error: Exception | None = None
+        self.units = 0
+        self._state = xxhash.xxh3_128(block.head)
+        self._waiting: dict[int, list[memoryview]] = {}
+        self._hashed = 0
+        self._hashing = False
+        self._lock = threading.Lock()
+
+    def cut(self) -> Iterator[_Unit]:
+        """The block's units, in file order."""
+        specs, count, offset, begin = self.block.specs, self.block.ref.count, self.block.ref.payload, 0
+        while begin < len(specs):
+            end, size = begin, 0
+            while end < len(specs) and (end == begin or size + specs[end].span_bytes(count) <= UNIT_BYTES):
+                size += specs[end].span_bytes(count)
+                end += 1
+            yield _Unit(self, self.units, begin, end, offset)
+            self.units += 1
+            offset += size
+            begin = end
+
+    def read(self, unit: _Unit, memory: Memory) -> None:
+        """Read one unit and hash what can be hashed now. A block that is known to be bad is read no further."""
+        if self.error is not None:
+            return
+        ref = self.block.ref
+        runs = [
+            run for spec in self.block.specs[unit.begin : unit.end] for run in memory.runs(spec, ref.first, ref.count)
+        ]
+        try:
+            preadv_full(self.block.fd, runs, unit.offset)
+        except EOFError as error:
+            self.error = DamagedBlockError(str(error))
+        except OSError as error:
+            # Its traceback would hold the engine's memory, in a cycle, for longer than this call.
+            self.error = error.with_traceback(None)
+        else:
+            self._hash(unit.number, runs)
+
+    def _hash(self, number: int, runs: list[memoryview]) -> None:
+        with self._lock:
+            self._waiting[number] = runs
+            if self._hashing:
+                return  # That thread finds it when it comes to it.
+            self._hashing = True
+        while True:
+            with self._lock:
+                ready = self._waiting.pop(self._hashed, None)
+                if ready is None:
+                    self._hashing = False
+                    return
+                self._hashed += 1
+            for run in ready:
+                self._state.update(run)
+
+    def outcome(self) -> Exception | None:
+        """What is wrong with the block; asked when no thread reads any more."""
+        if self.error is not None:
+            return self.error
+        if self._hashed != self.units or self._hashing or self._state.digest() != self.block.ref.digest:
+            return DamagedBlockError("digest does not match its bytes")
+        return None
+
+
+class _Work:
+    """The units of all blocks, taken one by one by any number of threads."""
+
+    def __init__(self, blocks: Sequence[OpenBlock], memory: Memory) -> None:
+        self._readings = [_Reading(block) for block in blocks]
+        self.units = [unit for reading in self._readings for unit in reading.cut()]
+        self._memory = memory
+        self._taken = 0
+        self._stopped = False
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def allocate(self) -> None:
+        """Take memory, group by group, while other threads read into what is there."""
+        while not self._memory.complete and self._failure is None:
+            self._memory.grow()
+            with self._changed:
+                self._changed.notify_all()
+
+    def run(self) -> None:
+        """Read units until there are no more. An error that is not a block's ends all threads' work."""
+        try:
+            while (unit := self._take()) is not None:
+                unit.block.read(unit, self._memory)
+        except BaseException as error:
+            with self._changed:
+                self._failure = self._failure or error
+            self.stop()
+
+    def stop(self) -> None:
+        """Let every thread end after the unit that it reads."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def outcome(self) -> list[Exception | None]:
+        """What is wrong with each block; raises what was not the fault of one."""
+        failure, self._failure = self._failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure
+        return [reading.outcome() for reading in self._readings]
+
+    def _take(self) -> _Unit | None:
+        with self._changed:
+            while not self._stopped and self._taken < len(self.units):
+                unit = self.units[self._taken]
+                if unit.end <= self._memory.ready:
+                    self._taken += 1
+                    return unit
+                self._changed.wait()
+            return None

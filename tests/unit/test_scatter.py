@@ -1,0 +1,357 @@
+"""Several threads read into an engine's memory: every byte right or the block is bad, and nothing is left behind."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import sys
+import threading
+import time
+from itertools import pairwise
+
+import pytest
+import xxhash
+from core_support import FILL, SPECS, Memory, kv, open_store, prompt, span, spans
+
+from kvstore import DamagedBlockError, NamespaceInfo, Span, TensorBuffer
+from kvstore import scatter as scatter_module
+from kvstore.blocks import block_parts
+from kvstore.fs import preadv_full
+from kvstore.manifest import BlockRef
+from kvstore.scatter import Memory as Target
+from kvstore.scatter import OpenBlock, scatter
+
+TOKENS = prompt(40)
+THREADS = (1, 2, 4)
+
+
+@pytest.fixture(autouse=True)
+def _a_tensor_a_unit(monkeypatch):
+    """Tests have small tensors; each is a unit of its own, as a tensor of a real chunk is."""
+    monkeypatch.setattr(scatter_module, "UNIT_BYTES", 1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind():
+    before = set(os.listdir("/dev/fd"))
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread.name == "kvstore-read"] == []
+    assert set(os.listdir("/dev/fd")) == before
+
+
+class Files:
+    """Blocks on disk, opened, with room for one thing to be wrong with each."""
+
+    def __init__(self, folder) -> None:
+        self.folder = folder
+        self.fds: list[int] = []
+
+    def open(self, some: Span, change=lambda data: data) -> OpenBlock:
+        parts, payload = block_parts(some)
+        data = b"".join(bytes(part) for part in parts)
+        ref = BlockRef(xxhash.xxh3_128(data).digest(), len(data), some.first, some.count, payload)
+        path = self.folder / f"block-{some.first}"
+        path.write_bytes(change(data))
+        self.fds.append(os.open(path, os.O_RDONLY))
+        return OpenBlock(ref, self.fds[-1], data[:payload], some.specs)
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
+@pytest.fixture
+def files(tmp_path):
+    made = Files(tmp_path)
+    yield made
+    made.close()
+
+
+def flipped(at: int):
+    def change(data: bytes) -> bytes:
+        return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+    return change
+
+
+def check(memory: Memory, first: int, end: int) -> None:
+    for spec, expected in zip(SPECS, kv(TOKENS, first, end), strict=True):
+        assert memory.rows(spec, first, end) == expected, f"wrong bytes in {spec.name}"
+
+
+@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize("unit", [1, 100, 1 << 20])
+def test_a_span_lands_at_its_tokens_and_nowhere_else(files, monkeypatch, threads, unit):
+    monkeypatch.setattr(scatter_module, "UNIT_BYTES", unit)
+    memory = Memory()
+    block = files.open(span(TOKENS, 7, 20))
+    assert scatter([block], Target(memory, SPECS, 40), threads) == [None]
+    check(memory, 7, 20)
+    for spec in SPECS:
+        untouched = memory.rows(spec, 0, 7) + memory.rows(spec, 20, memory.capacity)
+        assert untouched == bytes([FILL]) * len(untouched)
+
+
+@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize("tensor", range(len(SPECS)))
+def test_a_flipped_bit_of_any_tensor_is_damage(files, tensor, threads):
+    sizes = [spec.span_bytes(13) for spec in SPECS]
+    good = files.open(span(TOKENS, 0, 7))
+    bad = files.open(span(TOKENS, 7, 20), lambda data: flipped(len(data) - sum(sizes[tensor:]))(data))
+    memory = Memory()
+    first, second = scatter([good, bad], Target(memory, SPECS, 40), threads)
+    assert first is None
+    assert isinstance(second, DamagedBlockError)
+    check(memory, 0, 7)
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_a_file_cut_after_it_was_opened_is_damage(files, threads):
+    block = files.open(span(TOKENS, 7, 20), lambda data: data[:-1])
+    (error,) = scatter([block], Target(Memory(), SPECS, 40), threads)
+    assert "early" in str(error)
+
+
+def test_the_digest_is_of_the_bytes_in_memory(files, monkeypatch):
+    """Not of those in the file: what an engine will see was hashed where it lies."""
+
+    def corrupting(fd, views, offset):
+        preadv_full(fd, views, offset)
+        views[-1][-1] ^= 1
+
+    monkeypatch.setattr(scatter_module, "preadv_full", corrupting)
+    (error,) = scatter([files.open(span(TOKENS, 0, 9))], Target(Memory(), SPECS, 40), 2)
+    assert "digest" in str(error)
+
+
+def test_units_that_are_read_out_of_order_are_hashed_in_order(files, monkeypatch):
+    """The first unit is held back until another thread has read all that follow."""
+    others = threading.Event()
+    seen = []
+    block = files.open(span(TOKENS, 0, 9))
+
+    def late(fd, views, offset):
+        if offset == block.ref.payload:
+            assert others.wait(10)
+        preadv_full(fd, views, offset)
+        seen.append(offset)
+        if len(seen) == len(SPECS) - 1:
+            others.set()
+
+    monkeypatch.setattr(scatter_module, "preadv_full", late)
+    memory = Memory()
+    assert scatter([block], Target(memory, SPECS, 40), 2) == [None]
+    assert seen[-1] == block.ref.payload
+    check(memory, 0, 9)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8])
+def test_whatever_the_threads_race_to_only_the_bad_block_is_bad(files, monkeypatch, threads):
+    borders = list(range(0, 41, 4))
+    bad = 6
+    blocks = [
+        files.open(span(TOKENS, first, end), flipped(-1) if number == bad else lambda data: data)
+        for number, (first, end) in enumerate(pairwise(borders))
+    ]
+    rng = random.Random(threads)
+
+    def jittery(fd, views, offset):
+        time.sleep(rng.choice((0, 0, 1e-4)))
+        preadv_full(fd, views, offset)
+
+    monkeypatch.setattr(scatter_module, "preadv_full", jittery)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20):
+            memory = Memory()
+            outcome = scatter(blocks, Target(memory, SPECS, 40), threads)
+            assert [error is None for error in outcome] == [number != bad for number in range(10)]
+            check(memory, 0, borders[bad])
+            check(memory, borders[bad + 1], 40)
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def in_groups(memory: Memory, before=lambda number: None):
+    """An allocate that gives a tensor at a time."""
+
+    def allocate(specs, tokens):
+        buffers = memory(specs, tokens)
+        for number, (name, buffer) in enumerate(buffers.items()):
+            before(number)
+            yield {name: buffer}
+
+    return allocate
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_memory_may_come_in_groups(files, threads):
+    memory = Memory()
+    blocks = [files.open(span(TOKENS, 0, 9)), files.open(span(TOKENS, 9, 12))]
+    assert scatter(blocks, Target(in_groups(memory), SPECS, 12), threads) == [None, None]
+    check(memory, 0, 12)
+
+
+def test_what_is_there_is_read_while_the_next_is_allocated(files, monkeypatch):
+    read = threading.Event()
+    readers = []
+
+    def noting(fd, views, offset):
+        readers.append(threading.current_thread())
+        preadv_full(fd, views, offset)
+        read.set()
+
+    def before(number: int) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        if number == 1:
+            assert read.wait(10), "nobody read the first group before the second was there"
+
+    monkeypatch.setattr(scatter_module, "preadv_full", noting)
+    memory = Memory()
+    assert scatter([files.open(span(TOKENS, 0, 9))], Target(in_groups(memory, before), SPECS, 9), 2) == [None]
+    assert readers[0] is not threading.main_thread()
+    check(memory, 0, 9)
+
+
+@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_engine_that_runs_out_of_memory_halfway_is_told(files, threads, at):
+    def before(number: int) -> None:
+        if number == at:
+            raise MemoryError("the engine is out of memory")
+
+    with pytest.raises(MemoryError, match="the engine"):
+        scatter([files.open(span(TOKENS, 0, 9))], Target(in_groups(Memory(), before), SPECS, 9), threads)
+
+
+def lacking(specs, tokens):
+    del tokens
+    yield from ({spec.name: TensorBuffer(memoryview(bytearray(spec.span_bytes(9))), 9)} for spec in specs[:-1])
+
+
+def backwards(specs, tokens):
+    del tokens
+    yield from ({spec.name: TensorBuffer(memoryview(bytearray(spec.span_bytes(9))), 9)} for spec in reversed(specs))
+
+
+def small(specs, tokens):
+    yield from ({spec.name: TensorBuffer(memoryview(bytearray(spec.span_bytes(tokens)))[1:], tokens)} for spec in specs)
+
+
+@pytest.mark.parametrize(
+    ("allocate", "said"),
+    [
+        (lacking, "no memory was given for 1.keys"),
+        (lambda *_: {}, "no memory was given for 0.keys"),
+        (backwards, "for 0.keys must come before that for 1.keys"),
+        (small, "does not fit 9 tokens"),
+    ],
+)
+@pytest.mark.parametrize("threads", THREADS)
+def test_memory_that_is_missing_or_does_not_fit_is_an_error_of_the_engine(files, allocate, said, threads):
+    with pytest.raises(ValueError, match=said):
+        scatter([files.open(span(TOKENS, 0, 9))], Target(allocate, SPECS, 9), threads)
+
+
+@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, RuntimeError])
+def test_what_is_not_a_block_s_fault_is_raised_wherever_it_happens(files, monkeypatch, error, threads):
+    blocks = [files.open(span(TOKENS, first, first + 4)) for first in range(0, 40, 4)]
+    count = threading.local()
+
+    def failing(fd, views, offset):
+        # The second call of each thread: it happens to whichever comes first.
+        count.calls = getattr(count, "calls", 0) + 1
+        if count.calls == 2:
+            raise error("on purpose")
+        time.sleep(1e-3)
+        preadv_full(fd, views, offset)
+
+    monkeypatch.setattr(scatter_module, "preadv_full", failing)
+    with pytest.raises(error, match="on purpose"):
+        scatter(blocks, Target(Memory(), SPECS, 40), threads)
+
+
+def test_an_error_of_the_disk_is_the_block_s(files, monkeypatch):
+    blocks = [files.open(span(TOKENS, first, first + 20)) for first in (0, 20)]
+
+    def failing(fd, views, offset):
+        if fd == blocks[1].fd:
+            raise OSError(errno.EIO, "Input/output error")
+        preadv_full(fd, views, offset)
+
+    monkeypatch.setattr(scatter_module, "preadv_full", failing)
+    first, second = scatter(blocks, Target(Memory(), SPECS, 40), 2)
+    assert first is None
+    assert isinstance(second, OSError)
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_memory_of_a_bad_block_is_let_go_at_once(files, monkeypatch, threads):
+    """A view that lives on in a traceback would pin the engine's memory until the next garbage collection."""
+
+    def failing(fd, views, offset):
+        if offset > blocks[0].ref.payload:
+            raise OSError(errno.EIO, "Input/output error")
+        preadv_full(fd, views, offset)
+
+    memory = Memory()
+    blocks = [files.open(span(TOKENS, 0, 9)), files.open(span(TOKENS, 9, 12), lambda data: data[:-1])]
+    monkeypatch.setattr(scatter_module, "preadv_full", failing)
+    gc.disable()
+    try:
+        outcome = scatter(blocks, Target(memory, SPECS, 12), threads)
+        assert all(outcome)
+        for data in memory.data.values():
+            data.append(0)  # A BufferError says that somebody still looks at it.
+    finally:
+        gc.enable()
+
+
+def test_threads_that_cannot_be_started_are_done_without(files, monkeypatch):
+    def start(_thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    memory = Memory()
+    assert scatter([files.open(span(TOKENS, 0, 9))], Target(memory, SPECS, 9), 4) == [None]
+    check(memory, 0, 9)
+
+
+def test_files_are_closed_after_the_last_thread_ended(tmp_path, monkeypatch):
+    """The caller is interrupted while another thread is inside a read, and once more while it waits for that one."""
+    space = open_store(tmp_path / "cache", interval=64).namespace(NamespaceInfo({"model": "x"}))
+    space.publish(TOKENS, spans(TOKENS, 0, 20, 40))
+    inside, closed = threading.Event(), []
+
+    def slow(fd, views, offset):
+        if threading.current_thread() is threading.main_thread():
+            assert inside.wait(10)
+            raise KeyboardInterrupt
+        inside.set()
+        time.sleep(0.3)
+        assert closed == [], "a file was closed under the thread that reads it"
+        preadv_full(fd, views, offset)
+
+    interrupted = []
+    join = threading.Thread.join
+
+    def interrupted_join(thread, timeout=None):
+        if not interrupted:
+            interrupted.append(thread)
+            raise KeyboardInterrupt
+        join(thread, timeout)
+
+    close = os.close
+    match = space.lookup(TOKENS)
+    monkeypatch.setattr(scatter_module, "preadv_full", slow)
+    monkeypatch.setattr(threading.Thread, "join", interrupted_join)
+    monkeypatch.setattr("kvstore.restore.os.close", lambda fd: (closed.append(fd), close(fd)))
+    with pytest.raises(KeyboardInterrupt):
+        space.read(match, Memory())
+    monkeypatch.undo()
+    assert len(interrupted) == 1
+    assert len(closed) >= 2
