@@ -24,7 +24,7 @@ from pathlib import Path
 from kvstore import macos
 from kvstore.keys import Buffer
 
-__all__ = ["Durability", "FileSystem", "allocated_bytes", "out_of_files", "preadv_full"]
+__all__ = ["NOT_A_FILE", "Durability", "FileSystem", "allocated_bytes", "out_of_files", "preadv_full"]
 
 _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 # Linux moves at most this many bytes in one call (0x7ffff000); macOS refuses more than INT_MAX with EINVAL.
@@ -32,6 +32,9 @@ _MAX_TRANSFER = 1 << 30
 _F_BARRIERFSYNC = 85  # macOS <sys/fcntl.h>; Python's fcntl module has no name for it.
 # What a file system answers when it has no such operation: not a failure to keep the data.
 _NOT_SUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.ENOSYS}
+
+NOT_A_FILE = {errno.EFBIG, errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENXIO}
+"""What open_read and read_file answer for something that cannot be a file of ours, whatever its bytes."""
 
 
 class Durability(StrEnum):

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, TypeAlias
 
-import xxhash
+from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_digest
 
 from kvstore.errors import TokenError
 
@@ -50,6 +50,7 @@ RUNGS = (64, 256, 1024)
 child that shares most tokens with a prompt without opening every candidate. 64 is the shortest overlap worth restoring;
 each step is four times the one before, so the best candidates are ordered well enough with three hashes."""
 
+_RUNG_SIZES = tuple((rung, rung * TOKEN_BYTES) for rung in RUNGS)
 _RUNG_BITS = 24
 _RUNG_MASK = (1 << _RUNG_BITS) - 1
 
@@ -121,18 +122,17 @@ def rungs(packed_chunk: Buffer, count: int) -> str:
 
     A hint for choosing candidates only: tokens are compared before anything is served.
     """
-    view = memoryview(packed_chunk)
     bits = 0
-    for rung in RUNGS:
+    for rung, size in _RUNG_SIZES:
         bits <<= _RUNG_BITS
         if rung <= count:
-            bits |= xxhash.xxh3_64_intdigest(view[: rung * TOKEN_BYTES]) & _RUNG_MASK
+            bits |= xxh3_64_intdigest(packed_chunk[:size]) & _RUNG_MASK
     return f"{bits:018x}"
 
 
 def block_digest(parts: Iterable[Buffer]) -> bytes:
     """XXH3-128 of the concatenated parts: the name of the block they make."""
-    state = xxhash.xxh3_128()
+    state = xxh3_128()
     for part in parts:
         state.update(part)
     return state.digest()
@@ -140,4 +140,4 @@ def block_digest(parts: Iterable[Buffer]) -> bytes:
 
 def checksum(data: Buffer) -> bytes:
     """XXH3-128 of a manifest's bytes."""
-    return xxhash.xxh3_128_digest(data)
+    return xxh3_128_digest(data)

@@ -9,10 +9,11 @@ A lookup reads no KV and changes nothing. It holds no index: nothing to rebuild,
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
+from typing import NamedTuple
 
 from kvstore.context import Space
 from kvstore.errors import DamagedManifestError
@@ -23,7 +24,7 @@ from kvstore.manifest import Manifest, decode, max_manifest_bytes
 
 __all__ = ["Chunk", "Match", "Step", "chunks", "common_tokens", "find", "has_state", "load_manifest", "siblings"]
 
-_MAX_OPENED = 8
+MAX_OPENED = 8
 """Candidates opened at the first miss: each costs about 20 us, and the rungs have put the best first."""
 
 
@@ -43,24 +44,28 @@ class Chunk:
         return NodeName.of(self.parent, self.count, self.key, rungs(self.tokens, self.count))
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One node on the way from the root, and where its manifest lies."""
+class Step(NamedTuple):
+    """One node on the way from the root: its first token, the length of the prefix it completes, where it lies.
+
+    A tuple, and name and path made on demand, because a lookup makes one a chunk and has a microsecond for it.
+    """
 
     first: int
-    name: NodeName
+    end: int
     where: str
     mtime_ns: int
 
     @property
     def path(self) -> Path:
-        """The manifest; made on demand, because joining Paths would be most of a lookup's time."""
+        """The manifest."""
         return Path(self.where)
 
     @property
-    def end(self) -> int:
-        """Length of the prefix this node completes."""
-        return self.first + self.name.count
+    def name(self) -> NodeName:
+        """The node's name, as its file has it."""
+        found = NodeName.parse(self.where.rpartition("/")[2])
+        assert found is not None
+        return found[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,20 @@ def chunks(space: Space, packed: bytes) -> Iterator[Chunk]:
         parent = key
 
 
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """What follows the full chunks that were found: at most a chunk's tokens, from token first on."""
+
+    parent: Key
+    first: int
+    tokens: bytes
+
+    @property
+    def count(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens) // TOKEN_BYTES
+
+
 def find(space: Space, packed: bytes, *, trimmable: bool = True) -> Match:
     """The longest prefix of packed tokens that an engine can continue from.
 
@@ -98,28 +117,47 @@ def find(space: Space, packed: bytes, *, trimmable: bool = True) -> Match:
     with a boundary state: the match is then exact, and its last step has one. Errors of the file system make a match
     shorter; they are never raised (rule 3).
     """
-    context = space.context
-    context.counters.add(lookups=1)
-    steps: list[Step] = []
-    parent = space.root
-    for chunk in chunks(space, packed):
-        if chunk.count == context.interval and (step := _step(space, chunk.first, chunk.name)) is not None:
-            steps.append(step)
-            parent = chunk.key
-            continue
-        match = (
-            _tail(space, packed, steps, parent, chunk)
-            if trimmable
-            else _state_tail(space, packed, steps, parent, chunk)
-        )
-        break
+    counters = space.context.counters
+    counters.add(lookups=1)
+    steps, rest = _walk(space, packed)
+    if not rest.tokens:
+        match = _whole(space, packed, steps if trimmable else _up_to_state(space, steps))
+    elif trimmable:
+        match = _tail(space, packed, steps, rest)
     else:
-        if not trimmable:
-            steps = _up_to_state(space, steps)
-        match = _whole(space, packed, steps)
+        match = _state_tail(space, packed, steps, rest)
     if match.count:
-        context.counters.add(hits=1)
+        counters.add(hits=1)
     return match
+
+
+def _walk(space: Space, packed: bytes) -> tuple[list[Step], _Rest]:
+    """The full chunks that are there, one after the other, and what follows them.
+
+    What a lookup's time goes to (docs/scale.md), so nothing is made here that the next line does not need: two thirds
+    of it are SHA-256 over the tokens.
+    """
+    context = space.context
+    interval, damaged, stat = context.interval, context.damaged, context.fs.stat
+    size = interval * TOKEN_BYTES
+    nodes, parent = space.nodes, space.root
+    above = parent[:NAME_KEY_BYTES].hex()
+    steps: list[Step] = []
+    for at in range(0, len(packed) - size + 1, size):
+        tokens = packed[at : at + size]
+        key = node_key(parent, tokens)
+        name = key[:NAME_KEY_BYTES].hex()
+        where = f"{nodes}/{above[:2]}/{above}-{interval}-{name}-{rungs(tokens, interval)}.kv"
+        try:
+            mtime_ns = stat(where).st_mtime_ns
+        except OSError:
+            break
+        if damaged and Path(where) in damaged:
+            break
+        steps.append(Step(len(steps) * interval, (len(steps) + 1) * interval, where, mtime_ns))
+        parent, above = key, name
+    at = len(steps) * size
+    return steps, _Rest(parent, at // TOKEN_BYTES, packed[at : at + size])
 
 
 def _whole(space: Space, packed: bytes, steps: list[Step]) -> Match:
@@ -127,11 +165,11 @@ def _whole(space: Space, packed: bytes, steps: list[Step]) -> Match:
     return Match(space, packed, tuple(steps), end, end)
 
 
-def _state_tail(space: Space, packed: bytes, steps: list[Step], parent: Key, chunk: Chunk) -> Match:
+def _state_tail(space: Space, packed: bytes, steps: list[Step], rest: _Rest) -> Match:
     """The longest exact tail with a boundary state, or the last full chunk that has one."""
-    tails = [name for name in siblings(space, parent) if name.count <= chunk.count and _is_prefix(name, parent, chunk)]
+    tails = [name for name in siblings(space, rest.parent) if name.count <= rest.count and _is_prefix(name, rest)]
     for name in sorted(tails, key=lambda name: name.count, reverse=True):
-        step = _step(space, chunk.first, name)
+        step = _step(space, rest.first, name)
         if step is not None and has_state(space, step):
             return _whole(space, packed, [*steps, step])
     return _whole(space, packed, _up_to_state(space, steps))
@@ -145,36 +183,37 @@ def _up_to_state(space: Space, steps: list[Step]) -> list[Step]:
 
 def has_state(space: Space, step: Step) -> bool:
     """Whether a boundary state lies at this node: one stat."""
-    path = step.path.with_suffix(".state")
+    where = step.where.removesuffix("kv") + "state"
     try:
-        return path not in space.context.damaged and path.is_file()
+        mode = space.context.fs.stat(where).st_mode
     except OSError:
         return False
+    return S_ISREG(mode) and Path(where) not in space.context.damaged
 
 
-def _tail(space: Space, packed: bytes, steps: list[Step], parent: Key, chunk: Chunk) -> Match:
-    """The best child of parent for a chunk that is not there as a whole.
+def _tail(space: Space, packed: bytes, steps: list[Step], rest: _Rest) -> Match:
+    """The best child of the last full chunk that was found, for tokens that are not there as a chunk.
 
     An exact tail wins over a longer overlap only when it is at least as long: both restore by reading, and the overlap
     reuses more. Of equal overlaps the exact one is taken, because what follows can be published onto it.
     """
-    best = Match(space, packed, tuple(steps), chunk.first, chunk.first)
-    found = siblings(space, parent)
+    best = Match(space, packed, tuple(steps), rest.first, rest.first)
+    found = siblings(space, rest.parent)
     for name in sorted(found, key=lambda name: name.count, reverse=True):
-        if name.count <= chunk.count and _is_prefix(name, parent, chunk):
-            step = _step(space, chunk.first, name)
+        if name.count <= rest.count and _is_prefix(name, rest):
+            step = _step(space, rest.first, name)
             if step is not None:
                 best = Match(space, packed, (*steps, step), step.end, step.end)
                 break
-    for name in _nearest(found, chunk)[:_MAX_OPENED]:
-        step = _step(space, chunk.first, name)
+    for name in _nearest(found, rest)[:MAX_OPENED]:
+        step = _step(space, rest.first, name)
         manifest = load_manifest(space, step.path) if step is not None else None
         if step is None or manifest is None:
             continue
-        shared = chunk.first + common_tokens(manifest.tokens, chunk.tokens)
+        shared = rest.first + common_tokens(manifest.tokens, rest.tokens)
         if shared > best.count:
             borders = [ref.first + ref.count for ref in manifest.blocks]
-            border = max((end for end in borders if end <= shared), default=chunk.first)
+            border = max((end for end in borders if end <= shared), default=rest.first)
             best = Match(space, packed, (*steps, step), shared, border, exact=shared == step.end)
     return best
 
@@ -183,29 +222,29 @@ def siblings(space: Space, parent: Key) -> list[NodeName]:
     """Names of all nodes whose parent has this key, from one listing of the folder they share with others."""
     prefix = parent[:NAME_KEY_BYTES].hex()
     try:
-        names = os.listdir(space.context.layout.node_folder(space.id, prefix))
+        names = space.context.fs.list_dir(f"{space.nodes}/{prefix[:2]}")
     except OSError:
         return []
     parsed = (NodeName.parse(name) for name in names if name.startswith(prefix))
     return [found[0] for found in parsed if found is not None and found[1] == "kv"]
 
 
-def _is_prefix(name: NodeName, parent: Key, chunk: Chunk) -> bool:
-    """Whether a node's tokens are the chunk's first ones. The rungs say no for most without hashing 8 KB each."""
-    tokens = chunk.tokens[: name.count * TOKEN_BYTES]
-    return rungs(tokens, name.count) == name.rungs and node_key(parent, tokens)[:NAME_KEY_BYTES].hex() == name.key
+def _is_prefix(name: NodeName, rest: _Rest) -> bool:
+    """Whether a node's tokens are the first of the rest. The rungs say no for most without hashing 8 KB each."""
+    tokens = rest.tokens[: name.count * TOKEN_BYTES]
+    return rungs(tokens, name.count) == name.rungs and node_key(rest.parent, tokens)[:NAME_KEY_BYTES].hex() == name.key
 
 
-def _nearest(found: list[NodeName], chunk: Chunk) -> list[NodeName]:
-    """Candidates that share at least the first rung with the chunk, most promising first."""
-    own = rungs(chunk.tokens, chunk.count)
+def _nearest(found: list[NodeName], rest: _Rest) -> list[NodeName]:
+    """Candidates that share at least the first rung with the rest, most promising first."""
+    own = rungs(rest.tokens, rest.count)
     width = len(own) // len(RUNGS)
 
     def shared(name: NodeName) -> int:
         level = 0
         for i, rung in enumerate(RUNGS):
             if (
-                rung > min(name.count, chunk.count)
+                rung > min(name.count, rest.count)
                 or own[i * width : (i + 1) * width] != name.rungs[i * width :][:width]
             ):
                 break
@@ -220,12 +259,12 @@ def _step(space: Space, first: int, name: NodeName) -> Step | None:
     """A node that is there and that this process has not found damaged: one stat."""
     where = f"{space.nodes}/{name.parent[:2]}/{name.file('kv')}"
     try:
-        mtime_ns = os.stat(where, follow_symlinks=False).st_mtime_ns
+        mtime_ns = space.context.fs.stat(where).st_mtime_ns
     except OSError:
         return None
     if space.context.damaged and Path(where) in space.context.damaged:
         return None
-    return Step(first, name, where, mtime_ns)
+    return Step(first, first + name.count, where, mtime_ns)
 
 
 def load_manifest(space: Space, path: Path) -> Manifest | None:

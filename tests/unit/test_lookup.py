@@ -175,6 +175,78 @@ def test_a_lookup_of_full_chunks_lists_and_opens_nothing(tmp_path, monkeypatch):
     assert (fs.opened, listed) == ([], [])
 
 
+@dataclass(frozen=True)
+class Asked(FileSystem):
+    """Remembers what was asked through the seam, in order: the call and the name."""
+
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+    def stat(self, path):
+        self.calls.append(("stat", str(path)))
+        return super().stat(path)
+
+    def list_dir(self, path):
+        self.calls.append(("list", str(path)))
+        return super().list_dir(path)
+
+    def open_fd(self, path):
+        self.calls.append(("open", str(path)))
+        return super().open_fd(path)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """64 chunks of a prompt among other content: other prompts beside its first chunk, tails behind its last."""
+    root = tmp_path_factory.mktemp("deep") / "cache"
+    tokens = prompt(65 * 16)
+    with open_store(root) as store:
+        space = store.namespace(INFO)
+        space.publish(tokens, spans(tokens, *range(0, 65 * 16, 16)))
+        for seed in range(1, 30):
+            space.publish(prompt(16, seed), spans(prompt(16, seed), 0, 16))
+            other = differ_at(tokens[: 64 * 16 + 10], 64 * 16, seed)
+            space.publish(other, [span(other, 64 * 16, 64 * 16 + 10)])
+        store.namespace(NamespaceInfo({"model": "another"})).publish(tokens, spans(tokens, 0, 16))
+    return root, tokens
+
+
+@pytest.mark.parametrize(
+    ("length", "stats", "listings"),
+    [(64 * 16, 64, 0), (64 * 16 + 5, 64, 1), (65 * 16, 65, 1), (10 * 16, 10, 0)],
+    ids=["whole chunks", "a rest", "a chunk that is not there", "a part of what is there"],
+)
+def test_a_lookup_is_one_stat_a_chunk_and_at_most_one_listing(deep, monkeypatch, length, stats, listings):
+    """Whatever else the store holds. Listed is the one folder that the children of the last chunk lie in."""
+    root, tokens = deep
+    fs = Asked()
+    with open_store(root, None, fs) as store:
+        space = store.namespace(INFO)
+        fs.calls.clear()
+        past_the_seam: list[str] = []
+        for name in ("stat", "lstat", "listdir", "scandir", "open"):
+            real = getattr(os, name)
+            monkeypatch.setattr(os, name, lambda *a, _n=name, _r=real, **k: past_the_seam.append(_n) or _r(*a, **k))
+        match = space.lookup(tokens[:length])
+        monkeypatch.undo()
+    assert match.count == min(length, 64 * 16)
+    assert [call for call, _ in fs.calls] == ["stat"] * stats + ["list"] * listings
+    assert len(past_the_seam) == len(fs.calls)
+    assert len({path for _, path in fs.calls}) == stats + listings
+    if listings:
+        last = match.steps[-1].name.key
+        assert fs.calls[-1][1] == str(root / "objects" / "nodes" / INFO.id / last[:2])
+
+
+def test_a_lookup_of_another_prompt_is_one_stat_and_one_listing(deep):
+    root, _ = deep
+    fs = Asked()
+    with open_store(root, None, fs) as store:
+        space = store.namespace(INFO)
+        fs.calls.clear()
+        assert space.lookup(prompt(64 * 16, 99)).count == 0
+    assert [call for call, _ in fs.calls] == ["stat", "list"]
+
+
 def test_a_lookup_changes_nothing(tmp_path, space):
     space.publish(TOKENS, spans(TOKENS, 0, 16, 20))
     before = {path: path.lstat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
