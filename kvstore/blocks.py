@@ -16,23 +16,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import xxhash
-
 from kvstore.errors import DamagedBlockError, PublishError
-from kvstore.fs import preadv_full
 from kvstore.keys import Buffer
 from kvstore.manifest import BlockRef
+from kvstore.untrusted import JSON_ERRORS, MAX_ELEMENTS, is_plain, parse
 
 __all__ = [
     "DTYPE_BYTES",
-    "HEADER_ERRORS",
     "Span",
     "TensorBuffer",
     "TensorSpec",
     "block_head",
     "block_parts",
     "read_header",
-    "read_span",
     "read_specs",
 ]
 
@@ -59,11 +55,8 @@ ALIGNMENT = 64
 """Payload offsets are chosen modulo this: the cache line and the widest vector register."""
 
 MAX_HEADER_BYTES = 256 << 10
-"""Room for the tensors of 1,000 layers (about 200 KB); nothing larger is parsed, because a hostile header costs a
-reader about 25 times its size in memory."""
-
-HEADER_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What taking a header apart raises when it is not as it should be."""
+"""Room for the tensors of 1,000 layers (about 200 KB); nothing larger is parsed. See kvstore.untrusted for the rest of
+what keeps a hostile header cheap."""
 
 _LENGTH_BYTES = 8
 
@@ -175,8 +168,8 @@ def pack_header(tensors: Mapping[str, Any], phase: int) -> bytes:
     """A safetensors header, length included, padded so that the payload's offset is phase modulo 64."""
     text = json.dumps(tensors, separators=(",", ":")).encode()
     text += b" " * ((phase - _LENGTH_BYTES - len(text)) % ALIGNMENT)
-    if _LENGTH_BYTES + len(text) > MAX_HEADER_BYTES:
-        raise PublishError(f"a header of {len(text)} bytes is more than any reader accepts")
+    if _LENGTH_BYTES + len(text) > MAX_HEADER_BYTES or not is_plain(text):
+        raise PublishError(f"a header of {len(text)} bytes and {len(tensors)} entries is more than any reader accepts")
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
@@ -186,19 +179,21 @@ def read_specs(head: Buffer, ref: BlockRef) -> tuple[TensorSpec, ...]:
     Raises DamagedBlockError. Also what keeps a hostile header harmless: bounded size, no recursion, no name trusted.
     """
     tensors, _ = read_header(head, ref)
+    at = 0
     try:
-        specs = tuple(_spec(name, entry, ref.count) for name, entry in tensors.items())
-        at = 0
-        for spec, entry in zip(specs, tensors.values(), strict=True):
+        for name, entry in tensors.items():
             begin, end = entry["data_offsets"]
-            if begin != at or end != at + spec.span_bytes(ref.count) or {type(begin), type(end)} != {int}:
+            if begin != at or end != at + _bytes(name, entry, ref.count) or {type(begin), type(end)} != {int}:
                 raise ValueError("tensors overlap or leave holes")
             at = end
-    except HEADER_ERRORS as error:
+    except JSON_ERRORS as error:
         raise DamagedBlockError(f"header cannot be read: {error!r:.200}") from error
     if ref.payload + at != ref.size:
         raise DamagedBlockError("payload size contradicts the header")
-    return specs
+    return tuple(
+        TensorSpec(name, entry["dtype"], entry["shape"][0], tuple(entry["shape"][2:]))
+        for name, entry in tensors.items()
+    )
 
 
 def read_header(head: Buffer, ref: BlockRef) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -212,55 +207,24 @@ def read_header(head: Buffer, ref: BlockRef) -> tuple[dict[str, Any], dict[str, 
     if int.from_bytes(view[:_LENGTH_BYTES], "little") != ref.payload - _LENGTH_BYTES:
         raise DamagedBlockError("header length contradicts the manifest")
     try:
-        entries = _HEADER.decode(str(view[_LENGTH_BYTES:], "utf-8"))
+        entries = parse(bytes(view[_LENGTH_BYTES:]))
         metadata = entries.pop("__metadata__")
         found = metadata["format"], metadata["first"], metadata["count"]
-    except HEADER_ERRORS as error:
+    except JSON_ERRORS as error:
         raise DamagedBlockError(f"header cannot be read: {error!r:.200}") from error
     if found != ("kvstore/1", str(ref.first), str(ref.count)):
         raise DamagedBlockError("it holds other tokens than its manifest says, or is of another format")
     return entries, metadata
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object without a name twice: two readers would understand such a header differently."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name is there twice")
-    return found
-
-
-_HEADER = json.JSONDecoder(object_pairs_hook=_distinct)
-"""Made once: json.loads with a hook makes one for every header."""
-
-
-def _spec(name: str, entry: Mapping[str, Any], count: int) -> TensorSpec:
-    outer, tokens, *inner = entry["shape"]
-    dtype = entry["dtype"]
-    sizes = (outer, tokens, *inner)
-    if tokens != count or dtype not in DTYPE_BYTES or any(type(n) is not int or not 0 < n < 1 << 40 for n in sizes):
-        raise ValueError(f"tensor {name!r:.80} has an impossible shape or dtype")
-    return TensorSpec(name, dtype, outer, tuple(inner))
-
-
-def read_span(
-    fd: int, ref: BlockRef, head: Buffer, specs: Sequence[TensorSpec], into: Mapping[str, TensorBuffer]
-) -> None:
-    """Scatter a block's payload into the caller's buffers and check its digest while the bytes are hot.
-
-    head is the file's first ref.payload bytes, already read. Raises DamagedBlockError when the digest differs: the
-    buffers then hold bytes that must not be used from token ref.first on.
-    """
-    state = xxhash.xxh3_128(head)
-    at = ref.payload
-    for spec in specs:
-        runs = into[spec.name].runs(spec, ref.first, ref.count)
-        try:
-            preadv_full(fd, runs, at)
-        except EOFError as error:
-            raise DamagedBlockError(str(error)) from error
-        for run in runs:
-            state.update(run)
-        at += spec.span_bytes(ref.count)
-    if state.digest() != ref.digest:
-        raise DamagedBlockError("digest does not match its bytes")
+def _bytes(name: str, entry: Mapping[str, Any], count: int) -> int:
+    """The size of a tensor of count tokens, in one pass: a header may have thousands of entries."""
+    shape = entry["shape"]
+    elements = 1
+    for size in shape:
+        if type(size) is not int or size < 1 or elements >= MAX_ELEMENTS:
+            raise ValueError(f"tensor {name!r:.80} has an impossible shape")
+        elements *= size
+    if len(shape) < 2 or shape[1] != count:
+        raise ValueError(f"tensor {name!r:.80} is of other tokens")
+    return elements * DTYPE_BYTES[entry["dtype"]]

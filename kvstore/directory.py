@@ -98,7 +98,7 @@ def _read_config(fs: FileSystem, layout: Layout) -> dict[str, Any] | None:
         config = parse(data)
     except (ValueError, RecursionError):
         config = None
-    if not isinstance(config, dict) or not isinstance(config.get("format"), int):
+    if not isinstance(config, dict) or type(config.get("format")) is not int:  # True is an int, too
         raise NotACacheDirectoryError(
             f"{layout.config} cannot be read; restore it from a copy, or move the directory away and start anew"
         )
@@ -112,7 +112,7 @@ def _interval(layout: Layout, config: dict[str, Any]) -> int:
             "upgrade kvstore or use another directory"
         )
     interval = config.get("interval")
-    if not isinstance(interval, int) or not MIN_INTERVAL <= interval <= MAX_INTERVAL:
+    if type(interval) is not int or not MIN_INTERVAL <= interval <= MAX_INTERVAL:
         raise NotACacheDirectoryError(f"{layout.config} has no usable interval; restore it from a copy")
     return interval
 

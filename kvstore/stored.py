@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvstore.context import Context
 from kvstore.errors import DamagedManifestError
+from kvstore.fs import NOT_A_FILE
 from kvstore.keys import root_key
 from kvstore.layout import NAME_KEY_BYTES
 from kvstore.manifest import MAX_MANIFEST_BYTES, Manifest, decode
@@ -44,6 +45,8 @@ def load(context: Context, file: NodeFile) -> Stored | None:
     except OSError as error:
         if error.errno == errno.EFBIG:
             raise DamagedManifestError("it is larger than a manifest can be") from error
+        if error.errno in NOT_A_FILE:
+            raise DamagedManifestError(f"it cannot be a manifest: {error.strerror}") from error
         raise
     manifest = decode(data)
     if manifest.name.file(manifest.kind) != file.file:

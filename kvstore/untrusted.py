@@ -17,10 +17,10 @@ __all__ = ["JSON_ERRORS", "MAX_ELEMENTS", "fits", "is_plain", "parse"]
 JSON_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 """What parsing and taking apart a document raises when it is not as it should be."""
 
-MAX_OBJECTS = 5000
-"""Opening braces: as many tensors as the shortest entries in a header of the largest size."""
+MAX_OBJECTS = 3000
+"""Opening braces: three tensors for each of 1,000 layers, nearly."""
 
-MAX_ITEMS = 40_000
+MAX_ITEMS = 24_000
 """Commas and opening brackets: eight for each tensor."""
 
 MAX_DIGITS = 200

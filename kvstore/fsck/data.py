@@ -6,7 +6,6 @@ Pure reading. OSError means that a file could not be read, which is not damage.
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import threading
@@ -19,9 +18,11 @@ from kvstore.blocks import DTYPE_BYTES, MAX_HEADER_BYTES, read_specs
 from kvstore.errors import DamagedBlockError
 from kvstore.fsck.findings import Seen
 from kvstore.fsck.values import Fault, Reader, seen_of, unopened
+from kvstore.keys import Buffer
 from kvstore.layout import Kind
 from kvstore.manifest import BlockRef
 from kvstore.states import parse_state_header
+from kvstore.untrusted import JSON_ERRORS, fits, parse
 
 __all__ = ["Headers", "Verifier", "judge_block"]
 
@@ -86,37 +87,42 @@ def judge_block(reader: Reader, digest: bytes) -> tuple[Seen, Fault | None] | No
     try:
         with reader.fs.open_read(Path(path)) as (fd, status):
             seen = seen_of(status)
+            # By its header first, which decides what size it can have: a sparse file of terabytes is quickly made.
+            why = _bounds(os.pread(fd, MAX_HEADER_BYTES, 0), status.st_size)
+            if why:
+                return seen, Fault("block-damaged", f"It is damaged: {why}.")
             if _digest(fd, buffer, lambda: False) != digest:
                 return seen, Fault("block-damaged", f"Its {status.st_size:,} bytes are not those of its name.")
-            head = os.pread(fd, MAX_HEADER_BYTES, 0)
     except FileNotFoundError:
         return None
     except OSError as error:
         found = unopened(path, error, "block-damaged")
         return (found.seen, found.fault) if found is not None else None
-    why = _bounds(head, status.st_size)
-    return seen, Fault("block-damaged", f"Its bytes are those it was written with, but {why}.") if why else None
+    return seen, None
 
 
 def _bounds(head: bytes, size: int) -> str:
     """Why a block's file cannot be a safetensors file of this size, or an empty string."""
-    length = int.from_bytes(head[:8], "little")
+    length = _header_length(head)
     if not 0 < length <= min(size, MAX_HEADER_BYTES) - 8:
         return "its header does not fit into it"
     try:
-        tensors = json.loads(head[8 : 8 + length])
+        tensors = parse(head[8 : 8 + length])
         del tensors["__metadata__"]
         at = 0
-        for begin, end, expected in sorted(
-            (*entry["data_offsets"], math.prod(entry["shape"]) * DTYPE_BYTES[entry["dtype"]])
-            for entry in tensors.values()
+        for begin, end, shape, dtype in sorted(
+            (*entry["data_offsets"], entry["shape"], entry["dtype"]) for entry in tensors.values()
         ):
-            if begin != at or end - begin != expected:
+            if not fits(shape) or begin != at or end - begin != math.prod(shape) * DTYPE_BYTES[dtype]:
                 return "its tensors overlap or leave holes"
             at = end
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+    except JSON_ERRORS:
         return "its header cannot be understood"
     return "" if 8 + length + at == size else "its tensors do not fill it"
+
+
+def _header_length(head: Buffer) -> int:
+    return int.from_bytes(head[:8], "little")
 
 
 class Verifier:
@@ -148,10 +154,17 @@ class Verifier:
 
 
 def _digest(fd: int, buffer: memoryview, stop: Callable[[], bool]) -> bytes:
-    """XXH3-128 of a file from where it is read, in pieces that are hashed while they are hot."""
+    """XXH3-128 of a block from its beginning, in pieces that are hashed while they are hot.
+
+    Empty for what cannot be a block by its first bytes: nobody waits for the end of a sparse file.
+    """
     state = xxhash.xxh3_128()
-    while got := os.readv(fd, [buffer]):
+    got = os.readv(fd, [buffer])
+    if not 0 < _header_length(buffer[:got]) <= MAX_HEADER_BYTES:
+        return b""
+    while got:
         state.update(buffer[:got])
         if stop():
             raise InterruptedError(errno.EINTR, "stopped")
+        got = os.readv(fd, [buffer])
     return state.digest()

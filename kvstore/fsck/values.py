@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstore.context import Context
-from kvstore.fs import FileSystem
+from kvstore.fs import NOT_A_FILE, FileSystem
 from kvstore.fsck.findings import Seen
 from kvstore.keys import Key, checksum
 from kvstore.layout import Kind
@@ -21,8 +20,6 @@ FUTURE_NS = 24 * 3600 * 10**9
 """How far a file's mtime may lie ahead: clocks of machines that share a directory differ, by minutes as a rule."""
 
 _CHECKSUM_BYTES = 16
-_NOT_A_FILE = {errno.EFBIG, errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENXIO}
-"""What opening or reading answers for something that cannot be a manifest, whatever its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +97,7 @@ def seen_of(status: os.stat_result) -> Seen:
 
 def unopened(path: str, error: OSError, code: str) -> Inspected | None:
     """A file that does not open as one; raises what is the disk's or the user's trouble rather than the file's."""
-    if error.errno not in _NOT_A_FILE:
+    if error.errno not in NOT_A_FILE:
         raise error
     try:
         status = os.lstat(path)

@@ -143,6 +143,19 @@ def test_a_manifest_far_larger_than_a_chunk_is_not_parsed(tmp_path):
     assert measured(lambda: read(root, prompt(100))) == 0
 
 
+def test_a_manifest_of_as_many_blocks_as_tokens_costs_little(tmp_path):
+    """In a directory of the default interval. None of the blocks is there."""
+    root = tmp_path / "wide"
+    open_store(root, interval=2048).close()
+    tokens = prompt(2048)
+    refs = tuple(Ref(bytes(16), 1000, i, 1, 100) for i in range(2048))
+    one = Forged(INFO.fingerprint, root_of(INFO.fingerprint, 2048), pack(tokens), refs, interval=2048)
+    one.install(root)
+    assert measured(lambda: read(root, tokens)) == 0
+    one.but(refs=(*refs, refs[-1])).install(root)
+    assert measured(lambda: read(root, tokens)) == 0
+
+
 def test_a_huge_file_in_place_of_a_manifest_is_not_read(root):
     path = node(good_ref(root)).install(root)
     os.truncate(path, 1 << 42)
@@ -151,6 +164,8 @@ def test_a_huge_file_in_place_of_a_manifest_is_not_read(root):
 
 HEADER_LIES: dict[str, bytes | str | dict] = {
     "arrays 100,000 deep": OPEN + ',"x":' + "[" * 100_000 + "]" * 100_000 + "}",
+    "arrays 20,000 deep": OPEN + ',"x":' + "[" * 20_000 + "]" * 20_000 + "}",
+    "objects 2,900 deep": OPEN + ',"x":' + '{"a":' * 2_900 + "1" + "}" * 2_901,
     "objects 100,000 deep": OPEN + ',"x":' + '{"a":' * 100_000 + "1" + "}" * 100_001,
     "an open array 1,000,000 deep": "[" * 1_000_000,
     "a number of 1,000,000 digits": OPEN + ',"x":' + "9" * 1_000_000 + "}",
@@ -197,16 +212,20 @@ HEADER_LIES |= {
     "52,000 strings": filled(OPEN + ',"x":[', '"ab",', '""]}'),
     "61 numbers of 4,299 digits": filled(OPEN + ',"x":[', "9" * 4299 + ",", "1]}"),
     "numbers of 199 digits": filled(OPEN + ',"x":[', "9" * 199 + ",", "1]}"),
-    "26,000 names": OPEN + "," + ",".join(f'"{i:x}":0' for i in range(26_000)) + "}",
+    "20,000 names": OPEN + "," + ",".join(f'"{i:x}":0' for i in range(20_000)) + "}",
     "18,000 dimensions": filled(
         OPEN + ',"x":{"dtype":"U8","shape":[1,16,', "1099511627775,", '1],"data_offsets":[0,64]}}'
     ),
+    "20,000 dimensions of 1": OPEN + ',"x":{"dtype":"U8","shape":[1,16,' + "1," * 20_000 + '1],"data_offsets":[0,1]}}',
     "130,000 dimensions of 1": filled(OPEN + ',"x":{"dtype":"U8","shape":[1,16,', "1,", '1],"data_offsets":[0,16]}}'),
     "a name of 260,000 letters": filled(OPEN + ',"', "x", '":0}'),
     "43,000 escapes": filled(OPEN + ',"x":"', "\\u0041", '"}'),
-    "as many tensors as fit": filled(OPEN, ',"x":{"dtype":"U8","shape":[1,16,1],"data_offsets":[0,16]}', "}"),
-    "3,000 tensors of another size than the file": header(
-        **{f"{i:x}": {"dtype": "U8", "shape": [1, 16], "data_offsets": [16 * i, 16 * i + 16]} for i in range(3_000)}
+    "2,900 tensors of one name": OPEN + ',"x":{"dtype":"U8","shape":[1,16,1],"data_offsets":[0,16]}' * 2_900 + "}",
+    "2,900 objects": OPEN + ',"x":[' + "{}," * 2_900 + "{}]}",
+    "11,000 arrays": OPEN + ',"x":[' + "[]," * 11_000 + "[]]}",
+    "23,000 strings": OPEN + ',"x":[' + '"ab",' * 23_000 + '""]}',
+    "2,900 tensors of another size than the file": header(
+        **{f"{i:x}": {"dtype": "U8", "shape": [1, 16], "data_offsets": [16 * i, 16 * i + 16]} for i in range(2_900)}
     ),
 }
 
@@ -276,6 +295,26 @@ STATE_LIES: dict[str, bytes | str | dict] = {
     "metadata of more tokens": state({"count": "17"}),
     "metadata of another format": state({"format": "kvstore/2"}),
     "a name twice": json.dumps(STATE)[:-1] + f',"s":{json.dumps(STATE["s"])}}}',
+}
+
+INSIDE = {
+    "87,000 objects": "[" + "{}," * 87_000 + "{}]",
+    "87,000 arrays": "[" + "[]," * 87_000 + "[]]",
+    "23,000 strings": "[" + '"ab",' * 23_000 + '""]',
+    "4,000 digits": "9" * 4_000,
+    "dimensions": '[["e","U8",[0,' + "1099511627775," * 18_000 + "0]]]",
+    "100,000 arrays deep": "[" * 100_000,
+}
+STATE_LIES |= {
+    f"{name} in {where}": state({where: text}) for name, text in INSIDE.items() for where in ("values", "empty")
+}
+STATE_LIES |= {
+    "12,000 dimensions": state(s={**STATE["s"], "shape": [2**40 - 1] * 12_000}),
+    "12,000 dimensions and a zero": state(s={**STATE["s"], "shape": [2**40 - 1] * 12_000 + [0]}),
+    "overlapping tensors": state(s=STATE["s"], t=STATE["s"]),
+    "arrays in escapes": json.dumps(state({"values": "?"})).replace(
+        "?", "\\u005b" + "\\u005b\\u005d\\u002c" * 14_000 + "[]]"
+    ),
 }
 
 
