@@ -26,6 +26,7 @@ __all__ = [
     "existing",
     "free_quarantine",
     "intact",
+    "intact_block",
     "make_folders",
     "node_path",
     "place_block",
@@ -236,18 +237,28 @@ def _is_as_seen(each: Replacement) -> bool:
 
 def intact(context: Context, ref: BlockRef) -> bool:
     """Whether a block is there with its size, and nobody in this process found it damaged."""
-    return context.layout.block(ref.digest) not in context.damaged and _is_there(context, ref)
+    return intact_block(context, ref.digest, ref.size)
+
+
+def intact_block(context: Context, digest: bytes, size: int) -> bool:
+    """As intact, for a block that is known by its digest and the size of its file."""
+    path = context.layout.block(digest)
+    return path not in context.damaged and _has_size(path, size)
 
 
 def _is_there(context: Context, ref: BlockRef) -> bool:
     """Whether a block is there with its size. What a commit asks: another thread may just have read, and reported, the
     damaged file whose place the block has taken since.
     """
+    return _has_size(context.layout.block(ref.digest), ref.size)
+
+
+def _has_size(path: Path, size: int) -> bool:
     try:
-        status = os.stat(context.layout.block(ref.digest), follow_symlinks=False)
+        status = os.stat(path, follow_symlinks=False)
     except OSError:
         return False
-    return stat.S_ISREG(status.st_mode) and status.st_size == ref.size
+    return stat.S_ISREG(status.st_mode) and status.st_size == size
 
 
 def _stage(context: Context, parts: Sequence[Buffer], size: int = 0) -> Path:

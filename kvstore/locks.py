@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from filelock import FileLock, Timeout
 
@@ -38,11 +38,14 @@ def publish_lock(layout: Layout, timeout: float = PUBLISH_TIMEOUT_S) -> Iterator
 @contextmanager
 def gc_lock(layout: Layout) -> Iterator[bool]:
     """Try to become the one collector; False when there is one already."""
-    try:
-        with _held(layout, "gc", 0):
-            yield True
-    except LockTimeoutError:
-        yield False
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(_held(layout, "gc", 0))
+            mine = True
+        except LockTimeoutError:
+            mine = False
+        # Outside of the try: that the publish lock was not to be had in time, inside, says nothing about this one.
+        yield mine
 
 
 @contextmanager

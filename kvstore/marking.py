@@ -22,7 +22,7 @@ from kvstore.layout import NAME_KEY_BYTES
 from kvstore.manifest import MAX_MANIFEST_BYTES, References, decode_references
 from kvstore.scan import NodeFile
 
-__all__ = ["Marked", "Marks", "Unreadable", "mark"]
+__all__ = ["Marked", "Marks", "Unreadable", "group_of", "level_of", "mark"]
 
 Unreadable = Literal["damaged", "newer"]
 
@@ -124,7 +124,7 @@ class _Tails:
             if file.kind == "kv" and file.tokens < interval:
                 self._parents.add(file.parent)
                 self._keys.add(file.namespace + file.key)
-                self._lengths.setdefault(_group(file, _level(file.tokens)), set()).add(file.tokens)
+                self._lengths.setdefault(group_of(file, level_of(file.tokens)), set()).add(file.tokens)
 
     def has_siblings(self, file: NodeFile) -> bool:
         """Whether a kv manifest is one of these tails or a sibling of one."""
@@ -135,8 +135,8 @@ class _Tails:
         count = len(found.tokens) // TOKEN_BYTES
         if count != file.tokens:
             return
-        for level in range(_level(count) + 1):
-            for length in self._lengths.get(_group(file, level), ()):
+        for level in range(level_of(count) + 1):
+            for length in self._lengths.get(group_of(file, level), ()):
                 if length < count:
                     key = node_key(found.parent, found.tokens[: length * TOKEN_BYTES])
                     name = file.namespace + key[:NAME_KEY_BYTES].hex()
@@ -144,11 +144,11 @@ class _Tails:
                         yield name
 
 
-def _level(count: int) -> int:
+def level_of(count: int) -> int:
     """How many rungs a node of count tokens has."""
     return sum(rung <= count for rung in RUNGS)
 
 
-def _group(file: NodeFile, level: int) -> str:
+def group_of(file: NodeFile, level: int) -> str:
     """What all nodes have in common that share a parent and their first rungs."""
     return file.namespace + file.parent + file.rungs[: level * _RUNG_HEX]

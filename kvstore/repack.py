@@ -18,9 +18,9 @@ bytes, and both stay true for a while:
 Bytes on disk must not grow for good. So a border between two blocks of a node is only removed when every manifest that
 names the one block names the other, and all of these are changed together: then nothing names the old blocks any more
 (kvstore.joinable).
-(With [a] a tail, [a b] a longer one and [a b c] the whole chunk, nothing can be joined without storing a twice; gc
-removes the tails that a longer node contains first, and then it can.) Blocks from prefill and from decoding stay apart,
-because a joined block would count as decoded.
+(With [a] a tail, [a b] a longer one and [a b c] the whole chunk, nothing can be joined without storing a twice. So cold
+tails that a longer node contains are dropped first, if a lookup finds that one as well: kvstore.contained.) Blocks from
+prefill and from decoding stay apart, because a joined block would count as decoded.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from kvstore.commit import Replacement, replace_manifests
+from kvstore.contained import Cold, drop_contained
 from kvstore.context import Context
 from kvstore.directory import unavailable
 from kvstore.errors import DamagedBlockError, DamagedManifestError, KVStoreError, PublishError
 from kvstore.joinable import Borders, Joinable, Run
 from kvstore.joining import MAX_SOURCES, join
 from kvstore.manifest import BlockRef, Manifest, encode
-from kvstore.marking import Marked, Marks, mark
+from kvstore.marking import Marks, mark
 from kvstore.scan import Tally, nodes
 from kvstore.stored import Stored, load
 
@@ -56,14 +57,17 @@ Progress: TypeAlias = Callable[[int, int], None]
 class RepackReport:
     """What was joined, or with dry_run would be. Bytes are those of files.
 
-    nodes: got a new manifest. replaced, replaced_bytes: blocks that these do not name any more, which gc removes after
-    its grace time. written, written_bytes: blocks that took their place. warm: nodes with several blocks that were used
-    too recently. bound: cold nodes whose several blocks must all stay (see this module). skipped: nodes that changed
-    meanwhile. damaged: nodes left alone because a block or a manifest that counts for them cannot be read; problems
-    says why. error: one sentence, why it stopped; what was done until then is counted.
+    busy: a collection ran, so no tail was dropped. dropped: tails that a longer sibling contains. nodes: got a new
+    manifest. replaced, replaced_bytes: blocks that no manifest names any more because of that, which gc removes after
+    its grace time. written, written_bytes: blocks that took their place. warm: nodes with several blocks that were
+    used too recently. bound: cold nodes whose several blocks must all stay (see this module). skipped: nodes that
+    changed meanwhile. damaged: nodes left alone because a block or a manifest that counts for them cannot be read;
+    problems says why. error: one sentence, why it stopped; what was done until then is counted.
     """
 
     dry_run: bool = False
+    busy: bool = False
+    dropped: int = 0
     nodes: int = 0
     replaced: int = 0
     replaced_bytes: int = 0
@@ -85,15 +89,21 @@ def repack(
     dry_run: bool = False,
     progress: Progress = lambda _done, _total: None,
 ) -> RepackReport:
-    """Join what can be joined, in all namespaces or in these, beside running readers, publishers and collectors.
+    """Drop tails that a longer node contains and join what can be joined, in all namespaces or in these.
 
-    Needs room for the new blocks next to the old ones until gc removes those. Never raises for what the directory or
-    the file system does: see RepackReport.error.
+    Safe beside running readers, publishers and collectors. Needs room for the new blocks next to the old ones until gc
+    removes those. Never raises for what the directory or the file system does: see RepackReport.error.
     """
     report = RepackReport(dry_run=dry_run)
     try:
+        now_ns = context.clock()
+        cold = Cold(context, now_ns, now_ns - older_than_ns, namespaces)
         marks = mark(context, list(nodes(context.layout, Tally())))
-        _Repack(context, marks, older_than_ns, namespaces, report).run(progress)
+        dropped = drop_contained(cold, marks, dry_run=dry_run)
+        report.busy = dropped is None
+        if dropped is not None:
+            marks, report.dropped = dropped
+        _Repack(cold, marks, report).run(progress)
     except OSError as error:
         report.error = str(unavailable(context.layout.root, error))
     except KVStoreError as error:
@@ -112,21 +122,12 @@ class _Family:
 class _Repack:
     """One run of repack."""
 
-    def __init__(
-        self,
-        context: Context,
-        marks: Marks,
-        older_than_ns: int,
-        namespaces: Collection[str] | None,
-        report: RepackReport,
-    ) -> None:
-        self._context = context
+    def __init__(self, cold: Cold, marks: Marks, report: RepackReport) -> None:
+        self._context = cold.context
         self._marks = marks
-        self._now_ns = context.clock()
-        self._limit_ns = self._now_ns - older_than_ns
-        self._namespaces = namespaces
+        self._cold = cold
         self._report = report
-        self._joinable = Joinable(marks, self._is_wanted, self._is_cold)
+        self._joinable = Joinable(marks, cold.is_wanted, cold.is_cold)
         self._siblings: list[int] = []
         self._borders = Borders()
         self._done = self._total = 0
@@ -151,20 +152,11 @@ class _Repack:
                 self._join(family, wrote)
         progress(self._total, self._total)
 
-    def _is_wanted(self, node: Marked) -> bool:
-        return self._namespaces is None or node.file.namespace in self._namespaces
-
-    def _is_cold(self, node: Marked) -> bool:
-        file = node.file
-        # A time in the future says nothing (a copy from a machine with a wrong clock); when the file came here does.
-        used = file.mtime_ns if file.mtime_ns <= self._now_ns else min(file.ctime_ns, self._now_ns)
-        return max(used, self._context.recent.get(file.path(self._context.layout), 0)) <= self._limit_ns
-
     def _survey(self, chosen: set[int]) -> None:
         """Count the nodes that keep their blocks, by why they do."""
         unsure = set(self._joinable.unsure)
         for index in self._joinable.candidates:
-            if not self._is_cold(self._marks.nodes[index]):
+            if not self._cold.is_cold(self._marks.nodes[index]):
                 self._report.warm += 1
             elif index in unsure:
                 self._report.damaged += 1

@@ -2,8 +2,8 @@
 
 With ``--json`` one document with the fields of kvstore.repack.RepackReport, and "directory":
 
-    {"directory": "/…", "dry_run": false, "nodes": 0, "replaced": 0, "replaced_bytes": 0, "written": 0,
-     "written_bytes": 0, "warm": 0, "bound": 0, "skipped": 0, "damaged": 0, "problems": [], "error": ""}
+    {"directory": "/…", "dry_run": false, "busy": false, "dropped": 0, "nodes": 0, "replaced": 0, "replaced_bytes": 0,
+     "written": 0, "written_bytes": 0, "warm": 0, "bound": 0, "skipped": 0, "damaged": 0, "problems": [], "error": ""}
 
 Exit code 1 when it had to stop early. Nodes that are left alone because something is damaged are no reason to fail.
 """
@@ -41,6 +41,7 @@ def repack(
 ) -> None:
     """Join the small blocks of conversations that rest, for faster restores. Safe beside running servers.
 
+    Tails that a longer node contains are dropped first: they hold the blocks apart, and the longer one serves for them.
     Needs room for the new blocks until gc has removed the old ones, a day later.
     """
     with opened(directory) as store:
@@ -61,6 +62,13 @@ def repack(
 
 def _lines(report: RepackReport) -> Iterator[str]:
     would = "Would join" if report.dry_run else "Joined"
+    if report.busy:
+        yield "A collection runs, so tails that a longer node contains were left, and the blocks that they hold apart."
+    if report.dropped:
+        yield (
+            f"{'Would drop' if report.dry_run else 'Dropped'} {counted(report.dropped, 'tail')} that a longer node "
+            "contains."
+        )
     if report.nodes:
         yield (
             f"{would} {counted(report.replaced, 'block')} of {counted(report.nodes, 'node')} into "

@@ -125,3 +125,67 @@ def test_the_old_blocks_are_young_before_a_manifest_stops_naming_them(tmp_path):
         touches += 1
     # The joined block, and the two or three that it replaces.
     assert touches >= 3
+
+
+GROWN = prompt(300)
+GROWN_ENDS = (70, 100, 128, 200, 256, 300)
+GROWN_JOINED = {128: [128], 256: [128], 300: [44]}
+
+
+def grown(root: Path) -> Path:
+    """A conversation with a tail a turn, all of them inside longer nodes."""
+    with open_store(root, 128) as store:
+        grow(store.namespace(INFO), GROWN, *GROWN_ENDS)
+    return root
+
+
+def run_later(root: Path, durability: Durability, limit: int) -> CrashingFileSystem:
+    """As run, two days after everything was written: tails go, and then blocks are joined."""
+    disk = Disk(root, root.parent / "shadow")
+    disk.settle()
+    fs = CrashingFileSystem(durability, disk=disk, limit=limit)
+    store = later(root, 2 * DAY, fs)
+    try:
+        report = repack(store.context)
+    except KilledError:
+        return fs
+    assert (report.dropped, report.nodes, report.written) == (3, 2, 2)
+    return fs
+
+
+def check_grown(root: Path) -> None:
+    check_valid(root)
+    assert_restores(root, [(INFO, GROWN[:end]) for end in GROWN_ENDS])
+    with later(root, 2 * DAY) as store:
+        report = repack(store.context)
+        assert (report.damaged, report.skipped, report.error) == (0, 0, "")
+        assert fsck(store.context, read_data=True).errors == 0
+    assert counts(root) == GROWN_JOINED
+    with later(root, 4 * DAY) as store:
+        assert collect(store.context).error == ""
+    assert {path.name for path in blocks(root)} == named(root)
+    assert_restores(root, [(INFO, GROWN[:end]) for end in GROWN_ENDS])
+
+
+@pytest.mark.parametrize("durability", [Durability.BARRIER, Durability.NONE])
+def test_dropping_tails_can_end_anywhere(folder, durability):
+    source = grown(folder / "source")
+    root = copy(source, folder / "run")
+    calls = run_later(root, durability, 1 << 30).calls
+    assert counts(root) == GROWN_JOINED
+    assert calls.count("unlink") == 3
+    survivals = SURVIVALS if durability is Durability.BARRIER else SURVIVALS[:1]
+    seen: set[int] = set()
+    for limit in range(len(calls)):
+        root = copy(source, folder / "run")
+        fs = run_later(root, durability, limit)
+        assert fs.dead
+        for how in survivals:
+            target = folder / "run" / "after"
+            shutil.rmtree(target, ignore_errors=True)
+            fs.disk.survive(how, target)
+            found = hash(tuple(files(target).items()))
+            if found not in seen:
+                seen.add(found)
+                check_grown(target)
+    assert len(seen) >= 7

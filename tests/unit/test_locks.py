@@ -16,6 +16,7 @@ import pytest
 from core_support import open_store
 
 from kvstore import LockTimeoutError, UnavailableError
+from kvstore.clear import clear
 from kvstore.layout import Layout
 from kvstore.locks import gc_lock, publish_lock
 
@@ -50,6 +51,20 @@ def holder(layout):
 def test_a_lock_held_by_another_process_times_out_with_advice(layout, holder):
     with pytest.raises(LockTimeoutError, match=r"publish\.lock is held"), publish_lock(layout, timeout=0.05):
         pass
+
+
+def test_a_collector_that_cannot_have_the_publish_lock_is_told_so(layout, holder):
+    """And not that another one collects, nor with an error of the lock's own code."""
+    publish = publish_lock(layout, timeout=0.05)
+    with pytest.raises(LockTimeoutError, match=r"publish\.lock is held"), gc_lock(layout), publish:
+        pass
+
+
+def test_clearing_without_the_publish_lock_ends_with_a_sentence(layout, holder, monkeypatch):
+    monkeypatch.setattr("kvstore.locks.publish_lock.__wrapped__.__defaults__", (0.05,))
+    with open_store(layout.root) as store:
+        report = clear(store.context)
+    assert "publish.lock is held by another process" in report.error
 
 
 @pytest.mark.timeout(30)
