@@ -24,10 +24,10 @@ demo: .venv/.ready
 	$(PY) tools/demo.py $(DEMO)
 
 test: lint
-	LD_PRELOAD="$$($(PY) tools/fast_blas.py)" $(PY) -m pytest -m "not soak" $(TESTS)
+	KVSTORE_RECORD=build/reliability LD_PRELOAD="$$($(PY) tools/fast_blas.py)" $(PY) -m pytest -m "not soak" $(TESTS)
 
 soak: .venv/.ready
-	LD_PRELOAD="$$($(PY) tools/fast_blas.py)" $(PY) -m pytest -m soak $(TESTS)
+	KVSTORE_RECORD=build/reliability LD_PRELOAD="$$($(PY) tools/fast_blas.py)" $(PY) -m pytest -m soak $(TESTS)
 
 lint: .venv/.ready
 	$(PY) -m ruff check .

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from record_support import record
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -17,6 +18,11 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """See record_support."""
+    record(report)
 
 
 def make_tokenizer(folder: Path) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from record_support import Tally, counted
 
 from kvstore import Span, State, Store, TensorSpec
 from kvstore.scatter import scatter
@@ -26,7 +27,7 @@ QUIET = settings(
     deadline=None, database=None, print_blob=True, stateful_step_count=30, suppress_health_check=list(HealthCheck)
 )
 SMALL = settings(QUIET, max_examples=int(os.environ.get("KVSTORE_EXAMPLES", "35")), derandomize=True)
-SOAK_EXAMPLES = int(os.environ.get("KVSTORE_SOAK_EXAMPLES", "4000"))
+SOAK_EXAMPLES = int(os.environ.get("KVSTORE_SOAK_EXAMPLES", "2600"))
 
 MACHINES = {
     "matches inside a chunk": store_machine(DirectorySubject),
@@ -54,10 +55,19 @@ def test_kvstore_conforms(name):
 @pytest.mark.soak
 @pytest.mark.timeout(6 * 3600)
 @pytest.mark.parametrize("name", MACHINES)
-def test_kvstore_conforms_at_length(name):
-    """10,000 histories and more in all, others every time; what fails prints the seed to repeat it."""
+def test_kvstore_conforms_at_length(name, record_property):
+    """8,450 histories in all, others every time; what fails prints the seed to repeat it."""
     share = {"matches inside a chunk": 1.5, "nothing per token": 0.25, "one tensor": 0.5}.get(name, 1)
-    run_state_machine_as_test(MACHINES[name], settings=settings(QUIET, max_examples=int(SOAK_EXAMPLES * share)))
+    tally, examples = Tally(), int(SOAK_EXAMPLES * share)
+    record_property(
+        "what", "Histories against the model of `kvstore.testing`: publish, grow, damage, heal, collect, repair"
+    )
+    try:
+        run_state_machine_as_test(counted(MACHINES[name], tally), settings=settings(QUIET, max_examples=examples))
+    finally:
+        for each in tally.items():
+            record_property(*each)
+    assert tally["histories"] >= examples
 
 
 # Stores with a mistake in them, each of which a history must bring to light.

@@ -18,6 +18,7 @@ from format_support import Forged, pack, root_of
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from record_support import Tally, counted
 
 from kvstore import Match, MissingParentError
 from kvstore.manifest import BlockRef, decode
@@ -208,6 +209,8 @@ class WideStoreModel(StoreModel):
     longest = 300
 
 
+SOAK_EXAMPLES = int(os.environ.get("KVSTORE_SOAK_EXAMPLES", "2600")) // 2
+
 VARIANTS = {"chunks of 16": StoreModel, "chunks of 128": WideStoreModel}
 QUICK = settings(
     max_examples=100,
@@ -225,8 +228,17 @@ def test_the_store_keeps_what_the_model_promises(variant):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(6 * 3600)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_store_keeps_what_the_model_promises_for_long(variant):
-    run_state_machine_as_test(
-        VARIANTS[variant], settings=settings(QUICK, max_examples=3000, stateful_step_count=60, derandomize=False)
+def test_the_store_keeps_what_the_model_promises_for_long(variant, record_property):
+    tally = Tally()
+    record_property(
+        "what", "Histories against a set of prefixes: publish, lose, flip, restart; the exact length of each match"
     )
+    long = settings(QUICK, max_examples=SOAK_EXAMPLES, stateful_step_count=60, derandomize=False)
+    try:
+        run_state_machine_as_test(counted(VARIANTS[variant], tally), settings=long)
+    finally:
+        for each in tally.items():
+            record_property(*each)
+    assert tally["histories"] >= SOAK_EXAMPLES

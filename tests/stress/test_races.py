@@ -101,17 +101,35 @@ def after(place: Path, *, vandal: bool) -> None:
         logging.disable(logging.NOTSET)
 
 
-def test_eight_processes(place):
+WHAT = "{} processes on one directory{}, killed and stopped at random"
+
+
+@pytest.fixture
+def noted(record_property):
+    """Count what the workers did."""
+
+    def note(what: str, report: dict) -> None:
+        record_property("what", what)
+        for name, value in report.items():
+            if name != "failed" and value:
+                record_property(name, value)
+
+    return note
+
+
+def test_eight_processes(place, noted):
     report = race(place, 8, 12)
+    noted(WHAT.format(8, ""), report)
     after(place, vandal=False)
     assert min(report[name] for name in ("publishes", "restores", "tokens", "collections", "checks", "kills")) > 10
     assert report["collected"]
     assert report["repacks"]
 
 
-def test_eight_processes_and_a_vandal(place):
+def test_eight_processes_and_a_vandal(place, noted):
     """Bytes change and files vanish meanwhile: less is found, nothing wrong is, and nothing raises."""
     report = race(place, 8, 8, vandal=True)
+    noted(WHAT.format(8, ", one of them a vandal"), report)
     after(place, vandal=True)
     assert min(report[name] for name in ("publishes", "restores", "vandalised", "kills")) > 10
 
@@ -119,7 +137,8 @@ def test_eight_processes_and_a_vandal(place):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("vandal", [False, True], ids=["", "and a vandal"])
-def test_twenty_four_processes(place, vandal):
+def test_twenty_four_processes(place, noted, vandal):
     report = race(place, 24, float(os.environ.get("KVSTORE_RACE_SECONDS", "300")), vandal=vandal)
+    noted(WHAT.format(24, ", one of them a vandal" if vandal else ""), report)
     after(place, vandal=vandal)
     assert min(report[name] for name in ("publishes", "restores", "tokens", "checks", "kills")) > 100
