@@ -100,19 +100,17 @@ def run(options: argparse.Namespace) -> Outcome:
     return Outcome(document, [made])
 
 
-class FakeRows:
-    """An engine's cache of count tokens. What it holds is never looked at, only how much."""
+class FakeLive:
+    """An engine's caches of count tokens. What they hold is never looked at, only how much."""
 
     def __init__(self, payload: Payload, count: int) -> None:
         self.count = count
+        self.rows = self
+        self.specs = payload.shape.specs
         self._payload = payload
 
-    def specs(self) -> Any:
-        """See kvstore_mlx.codec.Rows."""
-        return self._payload.shape.specs
-
     def copy(self, first: int, end: int) -> list[bytes]:
-        """See kvstore_mlx.codec.Rows."""
+        """See kvstore_mlx.live.Rows."""
         self._payload.renew()
         sizes = [spec.span_bytes(end - first) for spec in self._payload.shape.specs]
         return [bytes(data[:size]) for data, size in zip(self._payload.data, sizes, strict=True)]
@@ -154,21 +152,26 @@ def child(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def _request(store: Store, writer: Any, payload: Payload, turn: Turn, known: int) -> None:
     """What the server does with one request whose earlier turns are in memory still."""
-    from kvstore_mlx.recording import Recording  # noqa: PLC0415 - imports the engine
+    from bench_plan import plain_plan  # noqa: PLC0415 - imports the engine
+    from kvstore_mlx.forms import Form  # noqa: PLC0415 - as above
+    from kvstore_mlx.recording import Recording  # noqa: PLC0415 - as above
 
-    space = store.namespace(INFO)
+    namespace = store.namespace(INFO)
+    form = Form(plain_plan(payload.shape), namespace)
     tokens = list(range(turn.prompt))
 
-    def rows(count: int) -> Any:
-        return FakeRows(payload, count)
+    class Space:
+        def look(self, _caches: Any, _index: Any, exactly: int) -> tuple[Form, Any]:
+            return form, FakeLive(payload, exactly)
 
-    match = space.lookup(tokens[:-1])
-    recording = Recording(space, writer, tokens, saved=match.border, known=known, phase=0)
+    saved = {form: namespace.lookup(tokens[:-1]).border}
+    space: Any = Space()
+    recording = Recording(space, writer, tokens, saved=saved, known=known, decoded=known > 0)
     for done in _steps(known, turn.prompt - 1):
-        if recording.completes_chunk(done):
-            recording.prefilled(rows(done))
-    recording.first_token(rows(turn.prompt))
-    recording.finished(rows(turn.end), range(turn.end))
+        if recording.wants(done):
+            recording.reached([], None, done)
+    recording.first_token([], None, turn.prompt)
+    recording.finished([], turn.end, range(turn.end))
     if not writer.drain(600):
         raise BenchError("the disk was too slow to write a turn in ten minutes")
 

@@ -177,14 +177,14 @@ def _rows(payload: Payload) -> Any:
     import mlx.core as mx  # noqa: PLC0415
 
     from kvstore_mlx.buffers import empty  # noqa: PLC0415 - imports MLX
-    from kvstore_mlx.codec import Rows  # noqa: PLC0415
+    from kvstore_mlx.live import Rows  # noqa: PLC0415
 
     shapes = {spec.name: (spec.dtype, (1, spec.outer, payload.count, *spec.inner)) for spec in payload.shape.specs}
     arrays = empty(shapes)
     for array, data in zip(arrays.values(), payload.data, strict=True):
         memoryview(array).cast("B")[:] = data
     mx.eval(list(arrays.values()))
-    return Rows(arrays, 0, 0, payload.count)
+    return Rows(payload.shape.specs, list(arrays.values()), [0] * len(arrays), 0, payload.count)
 
 
 def _memory(job: Mapping[str, Any]) -> dict[str, Any]:

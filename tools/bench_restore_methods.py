@@ -52,12 +52,13 @@ def _make(job: Mapping[str, Any]) -> dict[str, Any]:
         import mlx.core as mx  # noqa: PLC0415
         from mlx_lm.models.cache import save_prompt_cache  # noqa: PLC0415
 
-        from kvstore_mlx.codec import Restoring  # noqa: PLC0415
+        from bench_plan import plain_plan  # noqa: PLC0415
+        from kvstore_mlx.restoring import Restoring  # noqa: PLC0415
 
         space, match = open_match(Path(job["store"]), job["tokens"])
-        target = Restoring(shape.layers, job["tokens"])
+        target = Restoring(plain_plan(shape), job["tokens"])
         space.read(match, target.allocate)
-        save_prompt_cache(job["file"], target.caches(job["tokens"]))
+        save_prompt_cache(job["file"], target.caches(job["tokens"], None)[0])
         mx.synchronize()
     return {"phase": address_phase()}
 
@@ -115,14 +116,16 @@ def _method(name: str, job: Mapping[str, Any]) -> Timed:
 
 def _store(path: Path, tokens: int, shape: Shape, threads: int) -> Timed:
     """Namespace.read into the buffers of a restore with the room that the server gives it."""
-    from kvstore_mlx.codec import Restoring  # noqa: PLC0415 - imports MLX and mlx-lm
+    from bench_plan import plain_plan  # noqa: PLC0415 - imports MLX and mlx-lm
+    from kvstore_mlx.restoring import Restoring  # noqa: PLC0415 - as above
 
     space, match = open_match(path, tokens)
+    plan = plain_plan(shape)
     more = (threads,) if threads else ()
 
     def run() -> float:
         started = time.perf_counter()
-        target = Restoring(shape.layers, tokens + 256)
+        target = Restoring(plan, tokens + 256)
         restored = space.read(match, target.allocate, *more)
         seconds = time.perf_counter() - started
         if restored.tokens != tokens:

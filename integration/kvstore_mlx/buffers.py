@@ -1,24 +1,25 @@
-"""MLX arrays as plain memory: allocate without touching, fill in place, copy rows out.
+"""MLX arrays as plain memory: fill in place, copy rows out.
 
-What MLX allows here was measured on its CPU backend: a memoryview of an evaluated array is writable and can be filled
-in place; a memoryview of a non-contiguous slice silently covers neighbouring memory, so contiguity is checked; a
-memoryview pins the Python object and not its memory, so none outlives the call that takes it. Everything here runs on
-the generation thread, because lazy arrays cannot be evaluated on another.
+Where kvstore_mlx.selfcheck found that MLX's memory can be used as such it is (kvstore_mlx.inplace), and no memoryview
+of it outlives the call or the restore that takes it; elsewhere the bytes are copied by MLX and numpy. Everything here
+runs on the generation thread, because lazy arrays cannot be evaluated on another.
 """
 
 from __future__ import annotations
 
-import io
-import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from kvstore.blocks import DTYPE_BYTES, TensorSpec
+from kvstore_mlx.inplace import hollow, view_of
+from kvstore_mlx.pool import Loan
+from kvstore_mlx.selfcheck import answer
 
-__all__ = ["DTYPES", "address_phase", "copy_rows", "empty", "has_non_finite", "spec_of"]
+__all__ = ["DTYPES", "Filling", "address_phase", "copy_rows", "copy_whole", "empty", "has_non_finite", "spec_of"]
 
 DTYPES: dict[Any, str] = {
     mx.float32: "F32",
@@ -31,10 +32,18 @@ DTYPES: dict[Any, str] = {
     mx.int16: "I16",
     mx.int32: "I32",
     mx.int64: "I64",
+    mx.uint64: "U64",
+    mx.bool_: "BOOL",
+    mx.float64: "F64",
 }
 """MLX dtypes that a block can hold, by their safetensors names."""
 
 _CACHE_LINE = 64
+
+_GROUPS = 4
+"""In which the arrays of a restore are allocated: the first is read into when a quarter of the time has passed."""
+
+_WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
 def spec_of(name: str, array: Any) -> TensorSpec:
@@ -44,72 +53,108 @@ def spec_of(name: str, array: Any) -> TensorSpec:
     return TensorSpec(name, DTYPES[array.dtype], array.shape[1], tuple(array.shape[3:]))
 
 
-class _NoRead(io.RawIOBase):
-    """A safetensors file that is all header: mx.load allocates what it describes, and readinto leaves it as it is."""
-
-    def __init__(self, head: bytes, size: int) -> None:
-        super().__init__()
-        self._head = head
-        self._size = size
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._size)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        if self._at < len(self._head):
-            view[:] = self._head[self._at : self._at + view.nbytes]
-        self._at += view.nbytes
-        return view.nbytes
-
-
 def empty(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Any]:
-    """Evaluated arrays of these safetensors dtypes and shapes with undefined contents.
-
-    mx.zeros would touch every page that the restore is about to fill: 1,230 ms against 10 ms for 576 MiB here.
-    """
-    tensors = {}
-    at = 0
-    for name, (dtype, shape) in shapes.items():
-        size = int(np.prod(shape)) * DTYPE_BYTES[dtype]
-        tensors[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(tensors).encode()
-    head = len(text).to_bytes(8, "little") + text
-    load: Any = mx.load  # its stub does not know the io.RawIOBase that it reads from
-    arrays: dict[str, Any] = load(_NoRead(head, len(head) + at), format="safetensors")
+    """Evaluated arrays of these safetensors dtypes and shapes with undefined contents; see inplace.hollow."""
+    if answer().in_place:
+        return hollow(shapes)
+    by_name = {name: dtype for dtype, name in DTYPES.items()}
+    arrays = {name: mx.zeros(shape, by_name[dtype]) for name, (dtype, shape) in shapes.items()}
     mx.eval(list(arrays.values()))
     return arrays
 
 
-def copy_rows(array: Any, index: int, begin: int, end: int) -> np.ndarray[Any, Any]:
+class Filling:
+    """Arrays for one restore, to be filled as plain bytes: the arrays' own where this machine's MLX allows that, else
+    memory that they are made of afterwards.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        self._shapes = dict(shapes)
+        self._arrays: dict[str, Any] = {}
+        self._copies: dict[str, np.ndarray[Any, Any]] = {}
+
+    def memory(self) -> Iterator[dict[str, memoryview]]:
+        """Writable bytes of every array, a few arrays at a time and in their order: what is there is filled while the
+        next is allocated. Good until arrays is called.
+        """
+        items = list(self._shapes.items())
+        step = max(1, -(-len(items) // _GROUPS))
+        for at in range(0, len(items), step):
+            group = dict(items[at : at + step])
+            if answer().in_place:
+                arrays = hollow(group)
+                self._arrays.update(arrays)
+                yield {name: memoryview(array).cast("B") for name, array in arrays.items()}
+            else:
+                for name, (dtype, shape) in group.items():
+                    self._copies[name] = np.empty(math.prod(shape) * DTYPE_BYTES[dtype], np.uint8)
+                yield {name: self._copies[name].data for name in group}
+
+    def arrays(self) -> dict[str, Any]:
+        """The filled arrays, in order."""
+        for name in list(self._copies):
+            self._arrays[name] = _from_bytes(self._copies.pop(name), *self._shapes[name])
+        return self._arrays
+
+
+def _from_bytes(data: np.ndarray[Any, Any], dtype: str, shape: tuple[int, ...]) -> Any:
+    """An array that holds a copy of these bytes; by way of integers, because numpy has no bfloat16."""
+    by_name = {name: dtype for dtype, name in DTYPES.items()}
+    words = data.view(np.bool_ if dtype == "BOOL" else f"u{DTYPE_BYTES[dtype]}")
+    array = mx.array(words)
+    array = (array if dtype == "BOOL" else array.view(by_name[dtype])).reshape(shape)
+    mx.eval(array)
+    return array
+
+
+def _to_bytes(array: Any) -> np.ndarray[Any, Any]:
+    """A copy of an array's bytes that MLX makes, without a look at its memory."""
+    flat = mx.contiguous(array).reshape(-1)
+    words = flat.astype(mx.uint8) if array.dtype == mx.bool_ else flat.view(_WORDS[array.dtype.size])
+    return np.array(words).view(np.uint8)
+
+
+def copy_rows(array: Any, index: int, begin: int, end: int, into: Loan | None = None) -> Any:
     """Rows begin .. end of the token axis of one sequence, as contiguous bytes ``[heads, rows, row bytes]``.
 
     array is ``[batch, heads, tokens, *inner]``. The copy is what makes it safe to write in another thread while the
-    engine goes on updating the array in place.
+    engine goes on updating the array in place. It goes into memory of its own (a numpy array), or into the next bytes
+    of a loan (a memoryview).
     """
     mx.eval(array)
+    view = view_of(array) if answer().in_place else None
+    if view is None:
+        array = array[index : index + 1, :, begin:end]
+        copied = _to_bytes(array)
+        if into is None:
+            return copied.reshape(array.shape[1], end - begin, -1)
+        view, index, begin, end = copied.data, 0, 0, end - begin
+    batch, heads, tokens = array.shape[:3]
+    if into is None:
+        rows = np.frombuffer(view, dtype=np.uint8).reshape(batch, heads, tokens, -1)
+        return rows[index, :, begin:end].copy()
+    # Slice by slice and not by numpy, which lets go of the interpreter's lock for each copy: beside a busy thread this
+    # one, which is the engine's, would wait 5 ms to get it back, each time.
+    row = view.nbytes // (batch * heads * tokens)
+    size = (end - begin) * row
+    part = into.take(heads * size)
+    for head in range(heads):
+        at = ((index * heads + head) * tokens + begin) * row
+        part[head * size : (head + 1) * size] = view[at : at + size]
+    return part
+
+
+def copy_whole(array: Any) -> memoryview:
+    """All bytes of an evaluated array, in order, as memory that nobody else writes to."""
+    if not array.size:
+        return memoryview(b"")
     view = memoryview(array)
     if not view.c_contiguous:
         del view
-        array = mx.contiguous(array[index : index + 1, :, begin:end])
+        array = mx.contiguous(array)
         mx.eval(array)
-        index, begin, end = 0, 0, end - begin
         view = memoryview(array)
-    batch, heads, tokens = array.shape[:3]
-    rows = np.frombuffer(view.cast("B"), dtype=np.uint8).reshape(batch, heads, tokens, -1)
-    return rows[index, :, begin:end].copy()
+    return np.frombuffer(view.cast("B"), dtype=np.uint8).copy().data
 
 
 def has_non_finite(data: Any, dtype: str) -> bool:
@@ -121,6 +166,7 @@ def has_non_finite(data: Any, dtype: str) -> bool:
         "F32": (np.uint32, 0x7F800000),
         "F16": (np.uint16, 0x7C00),
         "BF16": (np.uint16, 0x7F80),
+        "F64": (np.uint64, 0x7FF0 << 48),
     }
     if dtype not in kinds:
         return False
@@ -135,5 +181,7 @@ def address_phase() -> int:
     Copying is up to twice as fast when source and destination have the same alignment within a cache line. Measured at
     first use because it is the allocator's habit, not a promise: a wrong value costs speed only.
     """
-    array = empty({"probe": ("U8", (1, 1, 1 << 20, 1))})["probe"]
+    if not answer().in_place:
+        return 0
+    array = hollow({"probe": ("U8", (1, 1, 1 << 20, 1))})["probe"]
     return int(np.frombuffer(memoryview(array).cast("B"), dtype=np.uint8).ctypes.data) % _CACHE_LINE

@@ -1,16 +1,21 @@
 """The places where mlx_lm.server computes, observed: the batch generator and the one-request generator.
 
-Both are the engine's own, unchanged; these wrappers look at its buffers between its steps, on its thread.
+Both are the engine's own; these wrappers look at its buffers between its steps, on its thread. Where a model can only
+be resumed at boundary states, they also make the engine stop at them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
-from kvstore_mlx.codec import batch_rows, sequence_rows
+from kvstore_mlx.boundaries import cut_segments
+from kvstore_mlx.fingerprint import Quantization
+from kvstore_mlx.prefill import pieces, prefill, with_prefix
 from kvstore_mlx.recording import Recording
 from kvstore_mlx.tier import TieredPromptCache, guarded
 
@@ -25,19 +30,26 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
         self._tier = tier
         self._recordings: dict[int, Recording] = {}
         self._due: set[int] = set()
+        self._added: dict[int, set[int]] = {}
 
     def insert_segments(self, segments: list[list[list[int]]], *args: Any, **kwargs: Any) -> list[int]:
         """As in mlx-lm; the server inserts one request right after fetching its cache."""
-        uids: list[int] = super().insert_segments(segments, *args, **kwargs)
         recording = self._tier.take_recording()
+        added: set[int] = set()
+        if recording is not None and len(segments) == 1 and recording.boundaries:
+            pieces, ends = cut_segments(segments[0], recording.known, recording.boundaries)
+            segments, added = [pieces], {end - recording.known for end in ends}
+        uids: list[int] = super().insert_segments(segments, *args, **kwargs)
         if recording is not None and len(uids) == 1:
             self._recordings[uids[0]] = recording
+            if added:
+                self._added[uids[0]] = added
         return uids
 
     def remove(self, uids: list[int], *args: Any, **kwargs: Any) -> Any:
         """As in mlx-lm: a cancelled request keeps what was saved so far, and no more is."""
         for uid in uids:
-            self._recordings.pop(uid, None)
+            self._forget(uid)
         return super().remove(uids, *args, **kwargs)
 
     def next(self) -> Any:
@@ -48,22 +60,31 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
         if self._due:
             guarded(self._save_prompts)
         prompt_responses, generation_responses = super().next()
+        for response in prompt_responses:
+            # The server keeps a cache in memory for each of its own segments, and counts them.
+            if response.progress[0] in self._added.get(response.uid, ()) and not response.end_of_prompt:
+                response.end_of_segment = False
         if self._recordings:
             guarded(lambda: self._look(generation_responses))
         return prompt_responses, generation_responses
+
+    def _forget(self, uid: int) -> Recording | None:
+        self._added.pop(uid, None)
+        return self._recordings.pop(uid, None)
 
     def _look(self, generation_responses: list[Any]) -> None:
         batch = self._prompt_batch
         for index, uid in enumerate(batch.uids):
             recording = self._recordings.get(uid)
-            if recording is not None and batch.prompt_cache:
-                self._prefilled(recording, batch, index)
+            done = len(batch.tokens[index])
+            if recording is not None and batch.prompt_cache and recording.wants(done):
+                recording.reached(batch.prompt_cache, index, done)
         for response in generation_responses:
             recording = self._recordings.get(response.uid)
             if recording is None:
                 continue
             if response.finish_reason is not None:
-                del self._recordings[response.uid]
+                self._forget(response.uid)
                 self._tier.expect(response.prompt_cache, recording)
             elif recording.prompt_due:
                 self._due.add(response.uid)
@@ -74,39 +95,82 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
         for index, uid in enumerate(batch.uids):
             recording = self._recordings.get(uid)
             if uid in due and recording is not None:
-                recording.first_token(batch_rows(batch.prompt_cache, index, len(batch.tokens[index])))
-
-    def _prefilled(self, recording: Recording, batch: Any, index: int) -> None:
-        done = len(batch.tokens[index])
-        if not recording.completes_chunk(done):
-            return
-        recording.prefilled(batch_rows(batch.prompt_cache, index, done))
+                recording.first_token(batch.prompt_cache, index, len(batch.tokens[index]))
 
 
-def recording_stream_generate(generate: Callable[..., Any], tier: TieredPromptCache) -> Callable[..., Iterator[Any]]:
+def recording_stream_generate(
+    generate: Callable[..., Any], tier: TieredPromptCache, quantization: Quantization | None
+) -> Callable[..., Iterator[Any]]:
     """mlx-lm's stream_generate, with the request that was fetched last followed by its recording."""
 
-    def wrapped(*args: Any, prompt_cache: list[Any], **kwargs: Any) -> Iterator[Any]:
+    def wrapped(*args: Any, **kwargs: Any) -> Iterator[Any]:
         recording = tier.take_recording()
         if recording is None:
-            yield from generate(*args, prompt_cache=prompt_cache, **kwargs)
-            return
-        report = kwargs.pop("prompt_progress_callback", None)
-        before = prompt_cache[0].offset
-        draft = kwargs.get("draft_model") is not None
-
-        def progress(processed: int, total: int) -> None:
-            if report is not None:
-                report(processed, total)
-            if 0 < processed < total and recording.completes_chunk(before + processed):
-                guarded(lambda: recording.prefilled(sequence_rows(prompt_cache, before + processed)))
-
-        tier.expect(prompt_cache, recording)
-        responses = generate(*args, prompt_cache=prompt_cache, prompt_progress_callback=progress, **kwargs)
-        for response in responses:
-            yield response
-            if recording.prompt_due:
-                computed = None if draft else before + response.prompt_tokens + response.generation_tokens
-                guarded(lambda: recording.first_token(sequence_rows(prompt_cache, computed)))  # noqa: B023 - called at once
+            return generate(*args, **kwargs)  # type: ignore[no-any-return]  # mlx-lm ships no types
+        tier.expect(kwargs["prompt_cache"], recording)
+        return _Single(recording, quantization).responses(generate, *args, **kwargs)
 
     return wrapped
+
+
+class _Single:
+    """One request that mlx-lm serves alone."""
+
+    def __init__(self, recording: Recording, quantization: Quantization | None) -> None:
+        self._recording = recording
+        self._quantization = quantization
+
+    def responses(
+        self, generate: Callable[..., Any], *args: Any, prompt: list[int], prompt_cache: list[Any], **kwargs: Any
+    ) -> Iterator[Any]:
+        """What generate yields for the rest of a prompt, of which a part may be computed here."""
+        recording, total = self._recording, len(prompt)
+        tokens = recording.prompt
+        reused = len(tokens) - total
+        report = kwargs.pop("prompt_progress_callback", None) or (lambda *_: None)
+        first = self._prefill(prompt_cache, reused, lambda done: report(done - reused, total), kwargs)
+
+        def progress(processed: int, _total: int) -> None:
+            if processed or first == reused:
+                report(first - reused + processed, total)
+            if processed:
+                self._reached(prompt_cache, first + processed)
+
+        if processors := kwargs.pop("logits_processors", None):
+            # The engine shows them what it computes itself; they are made for the whole prompt.
+            kwargs["logits_processors"] = [with_prefix(processor, tokens[:first]) for processor in processors]
+        draft = kwargs.get("draft_model") is not None
+        for response in generate(
+            *args, prompt=tokens[first:], prompt_cache=prompt_cache, prompt_progress_callback=progress, **kwargs
+        ):
+            count = None if draft else first + response.prompt_tokens + response.generation_tokens
+            yield replace(response, prompt_tokens=total)
+            if recording.prompt_due:
+                guarded(lambda: recording.first_token(prompt_cache, None, count))  # noqa: B023 - called at once
+
+    def _prefill(
+        self, caches: list[Any], reused: int, report: Callable[[int], None], settings: Mapping[str, Any]
+    ) -> int:
+        """Compute up to the last boundary before the end, stopping at each; tokens that the caches hold then.
+
+        (The engine itself would stop only every prefill_step_size tokens.)
+        """
+        tokens, cuts = self._recording.prompt, self._recording.boundaries
+        last = max((cut for cut in cuts if reused < cut < len(tokens) - 1), default=reused)
+        if last == reused:
+            return reused
+
+        def after(done: int) -> None:
+            report(done)
+            self._reached(caches, done)
+
+        report(reused)
+        parts = pieces(reused, last, settings.get("prefill_step_size", 2048), cuts)
+        with mx.stream(settings["stream"]):
+            prefill(settings["model"], caches, tokens, parts, after=after, quantization=self._quantization)
+        return last
+
+    def _reached(self, caches: list[Any], done: int) -> None:
+        recording = self._recording
+        if done < len(recording.prompt) and recording.wants(done):
+            guarded(lambda: recording.reached(caches, None, done))

@@ -2,99 +2,164 @@
 
 A recording follows one prompt from its lookup to the end of its generation. It knows up to which token the store has
 the prompt (or will, from what is queued), and at each boundary copies only what is new: full chunks while a long prompt
-is being prefilled, the rest of the prompt when the first token is out, the generated tokens at the end.
+is being prefilled, the rest of the prompt when the first token is out, the generated tokens at the end. For models that
+need one it copies the boundary state as well, at the moment when the caches hold exactly that many tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from kvstore.blocks import Span
 from kvstore.keys import pack_tokens
-from kvstore.store import Namespace
-from kvstore_mlx.codec import Rows
-from kvstore_mlx.writer import Job, Writer
+from kvstore.states import State
+from kvstore_mlx.boundaries import MIN_TOKENS
+from kvstore_mlx.forms import Form, ModelSpace
+from kvstore_mlx.live import Extras, Live
+from kvstore_mlx.writer import Boundary, Job, Writer
 
-__all__ = ["MIN_TOKENS", "Recording"]
-
-MIN_TOKENS = 64
-"""Prompts shorter than this are cheaper to compute than to look up; they are neither saved nor restored."""
+__all__ = ["Recording"]
 
 
 class Recording:
     """One request's way into the store.
 
-    saved: tokens of the prompt that blocks in the store hold already. known: tokens whose KV was not made by this
-    request's prefill (they came from memory or disk).
+    Each step of the engine is told with the caches it left: those of one sequence, or of a batch and the sequence's
+    index in it; exactly is the number of tokens they must hold in every layer (None: see Live).
+
+    saved: for each form of the model's caches, tokens of the prompt that blocks in the store hold already. known:
+    tokens whose KV was not made by this request's prefill (they came from memory or disk). boundaries: where states are
+    wanted. decoded: whether what is known may have been decoded. prompt_end: tokens that the prefill computes (all but
+    one when None). extras: what the engine attaches to a boundary at the moment of the call.
     """
 
     def __init__(
-        self, namespace: Namespace, writer: Writer, prompt: Iterable[int], *, saved: int, known: int, phase: int
+        self,
+        space: ModelSpace,
+        writer: Writer,
+        prompt: Iterable[int],
+        *,
+        saved: Mapping[Form, int],
+        known: int,
+        decoded: bool,
+        boundaries: Sequence[int] = (),
+        prompt_end: int | None = None,
+        extras: Callable[[], Extras] | None = None,
+        phase: int = 0,
     ) -> None:
-        self._namespace = namespace
+        self._space = space
         self._writer = writer
         self._phase = phase
         self._tokens = list(prompt)
-        self._prompt_end = len(self._tokens) - 1
+        self._prompt_end = len(self._tokens) - 1 if prompt_end is None else prompt_end
+        self._extras = extras
         self._known = known
-        self._at = saved
+        self._decoded = decoded
+        self._saved = dict(saved)
+        self._boundaries = {end for end in boundaries if end > known}
+        self._held: dict[int, tuple[Form, State]] = {}
         self._failed = False
-        self._prompt_due = self._prompt_end > saved
+        self._prompt_due = any(self._prompt_end > end for end in self._saved.values()) or bool(self._boundaries)
 
     @property
-    def saved(self) -> int:
-        """Tokens that are in the store or queued for it."""
-        return self._at
+    def prompt(self) -> list[int]:
+        """The whole prompt, what was reused of it too."""
+        return self._tokens
 
-    def completes_chunk(self, done: int) -> bool:
-        """Whether done computed tokens complete a chunk that is not saved yet; cheap, asked after every step."""
-        interval = self._namespace.interval
-        return not self._failed and done // interval * interval > self._at
+    @property
+    def known(self) -> int:
+        """Tokens of the prompt that were not computed for this request."""
+        return self._known
 
-    def prefilled(self, rows: Rows) -> None:
-        """Called after a step of the prefill that completed a chunk: saves it, and what is missing before it."""
-        interval = self._namespace.interval
-        self._save(rows, rows.count // interval * interval)
-
-    def first_token(self, rows: Rows) -> None:
-        """Called when the first token is out, so that saving the rest of the prompt does not delay it."""
-        if self._prompt_due:
-            self._prompt_due = False
-            self._save(rows, min(rows.count, self._prompt_end))
+    @property
+    def boundaries(self) -> list[int]:
+        """Token counts at which the engine should stop for a state."""
+        return sorted(self._boundaries)
 
     @property
     def prompt_due(self) -> bool:
         """Whether first_token still has something to do."""
-        return self._prompt_due
+        return self._prompt_due and not self._failed
 
-    def finished(self, rows: Rows, tokens: Iterable[int]) -> None:
-        """Called at the end of generation with every token that was generated; saves those that were forwarded."""
+    def wants(self, done: int) -> bool:
+        """Whether there is anything to save when done tokens are computed; cheap, asked after every step."""
+        if self._failed:
+            return False
+        return done in self._boundaries or any(
+            done // form.interval * form.interval > end for form, end in self._saved.items()
+        )
+
+    def reached(self, caches: Sequence[Any], index: int | None, exactly: int) -> None:
+        """Called after a step of the prefill that wants saving: saves full chunks, and everything at a boundary."""
+        form, live = self._space.look(caches, index, exactly)
+        end = exactly // form.interval * form.interval
+        if exactly in self._boundaries:
+            self._boundaries.discard(exactly)
+            if form.stateful:
+                self._held[exactly] = form, self._state(live, decode=self._decoded)
+                # The end of the prompt waits for the first token; its state cannot.
+                end = exactly if exactly < self._prompt_end else end
+        self._save(form, live, end)
+
+    def first_token(self, caches: Sequence[Any], index: int | None, exactly: int | None) -> None:
+        """Called when the first token is out, so that saving the rest of the prompt does not delay it."""
+        if self._prompt_due:
+            self._prompt_due = False
+            form, live = self._space.look(caches, index, exactly)
+            self._save(form, live, min(live.count, self._prompt_end))
+
+    def finished(
+        self,
+        caches: Sequence[Any],
+        exactly: int | None,
+        tokens: Iterable[int],
+        *,
+        logits: Any | None = None,
+    ) -> None:
+        """Called at the end of generation with every token that was generated; saves those that were forwarded.
+
+        logits are those after the last of them.
+        """
         self._tokens = list(tokens)
-        self.first_token(rows)
-        self._save(rows, min(rows.count, len(self._tokens)))
+        self.first_token(caches, None, exactly)
+        form, live = self._space.look(caches, None, exactly)
+        end = min(live.count, len(self._tokens))
+        if (form.stateful or logits is not None) and end == live.count and end > self._known:
+            decode = self._decoded or end > self._prompt_end
+            self._held[end] = form, self._state(live, decode=decode, logits=logits)
+        self._save(form, live, end)
 
-    def _save(self, rows: Rows, end: int) -> None:
-        """Copy tokens up to end that are not saved yet and queue them; a full queue leaves them for the next time."""
-        if end <= self._at or self._failed or end < MIN_TOKENS:
+    def _state(self, live: Live, *, decode: bool, logits: Any | None = None) -> State:
+        extras = None if self._extras is None else self._extras()
+        return live.state(decode=decode, phase=self._phase, logits=logits, extras=extras)
+
+    def _save(self, form: Form, live: Live, end: int) -> None:
+        """Queue tokens up to end that are not saved yet, and states; a full queue leaves them for the next time."""
+        states = {at: state for at, (of, state) in self._held.items() if of is form and MIN_TOKENS <= at <= end}
+        first = self._saved[form]
+        if self._failed or end < MIN_TOKENS or (end <= first and not states):
             return
-        specs = rows.specs()
-        spans = []
-        for first, last in self._cuts(self._at, end):
+        items: list[Span | Boundary] = []
+        rows = live.rows
+        for begin, last in self._cuts(form, first, end, states):
             # What another request computed may have been decoded; only this prefill is known to be one.
-            decode = first < self._known or last > self._prompt_end
-            spans.append(Span(first, last - first, specs, rows.copy(first, last), decode, self._phase))
-        job = Job(self._namespace, pack_tokens(self._tokens[:end]), spans, self._on_failure)
-        if self._writer.offer(job):
-            self._at = end
+            decode = (self._decoded and begin < self._known) or last > self._prompt_end
+            data = rows.copy(begin, last) if rows.specs else []
+            items.append(Span(begin, last - begin, rows.specs, data, decode, self._phase))
+        items += [Boundary(at, state) for at, state in states.items()]
+        items.sort(key=lambda item: (item.end, isinstance(item, Boundary)))
+        if self._writer.offer(Job(form, pack_tokens(self._tokens[:end]), items, self._on_failure)):
+            self._saved[form] = max(first, end)
+        for at in states:
+            del self._held[at]
 
-    def _cuts(self, first: int, end: int) -> Iterable[tuple[int, int]]:
-        """The spans between two tokens: cut at chunk borders, and where prefilled tokens end and decoded ones begin."""
-        interval = self._namespace.interval
+    def _cuts(self, form: Form, first: int, end: int, states: Iterable[int]) -> Iterable[tuple[int, int]]:
+        """The spans between two tokens: cut at chunk borders and states, and where decoded tokens begin or end."""
+        inner = sorted({self._known, self._prompt_end, *states})
         while first < end:
-            border = min((first // interval + 1) * interval, end)
-            for cut in (self._known, self._prompt_end):
-                if first < cut < border:
-                    border = cut
+            border = min((first // form.interval + 1) * form.interval, end)
+            border = next((cut for cut in inner if first < cut < border), border)
             yield first, border
             first = border
 

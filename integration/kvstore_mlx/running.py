@@ -19,10 +19,11 @@ from typing import Any
 
 from kvstore.errors import KVStoreError
 from kvstore.store import Store
+from kvstore_mlx.boundaries import Saving, stable_end
 from kvstore_mlx.engine import RecordingBatchGenerator, recording_stream_generate
 from kvstore_mlx.housekeeping import Housekeeping
-from kvstore_mlx.spaces import Spaces
-from kvstore_mlx.tier import TieredPromptCache
+from kvstore_mlx.spaces import Settings, Spaces
+from kvstore_mlx.tier import TieredPromptCache, guarded
 from kvstore_mlx.writer import Writer
 
 __all__ = ["RunningServer"]
@@ -106,12 +107,15 @@ def _handler(base: type[Any], requests: Requests) -> type[Any]:
 class RunningServer:
     """One ``kvstore serve`` process from its start to its exit code."""
 
-    def __init__(self, server: ModuleType, store: Store, budget: int, provider: Any, versions: dict[str, str]) -> None:
+    def __init__(
+        self, server: ModuleType, store: Store, budget: int, provider: Any, *, settings: Settings, saving: Saving
+    ) -> None:
         self._server = server
         self._provider = provider
+        self._quantization = settings.quantization
         self._writer = Writer(Housekeeping(store, budget))
-        self._spaces = Spaces(store, provider, versions)
-        self._tier = TieredPromptCache(provider.cli_args.prompt_cache_size, self._spaces, self._writer)
+        self._spaces = Spaces(store, provider, settings)
+        self._tier = TieredPromptCache(provider.cli_args.prompt_cache_size, self._spaces, self._writer, saving)
         self._requests = Requests()
         self._failure: KVStoreError | None = None
         self._stopping = False
@@ -122,7 +126,7 @@ class RunningServer:
 
     def stream_generate(self, generate: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
         """What the server makes single responses with."""
-        return recording_stream_generate(generate, self._tier)
+        return recording_stream_generate(generate, self._tier, self._quantization)
 
     def serve(self, host: str, port: int) -> KVStoreError | None:
         """Serve until SIGTERM or Ctrl-C; the reason when it could not."""
@@ -192,9 +196,33 @@ def _responses(
             loaded(None)
             super()._generate()
 
+        def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+            tokenized = super()._tokenize(tokenizer, request, args)
+            guarded(lambda: _announce(tier, provider, tokenized, tokenizer=tokenizer, request=request, args=args))
+            return tokenized
+
         def stop_and_join(self) -> None:
             if self.generation_available() and not requests.wait_idle(DRAIN_REQUESTS_S):
                 log.warning("kvstore: requests were still running after %.0f s and were cut off", DRAIN_REQUESTS_S)
             super().stop_and_join()
 
     return ResponseGenerator(provider, tier)
+
+
+def _announce(
+    tier: TieredPromptCache, provider: Any, tokenized: Any, *, tokenizer: Any, request: Any, args: Any
+) -> None:
+    """Tell the tier where the stable parts of a prompt end: the server's own segments, and all but the last message."""
+    prompt, segments, _, _, vision = tokenized
+    if vision is not None or not tier.needs_boundaries(provider.model_key):
+        return
+    ends = []
+    at = 0
+    for segment in segments[:-1]:
+        at += len(segment)
+        ends.append(at)
+    if request.request_type == "chat" and tokenizer.has_chat_template:
+        template = {**provider.cli_args.chat_template_args, **(args.chat_template_kwargs or {})}
+        end = stable_end(tokenizer, request.messages, prompt, tools=request.tools, **template)
+        ends += [] if end is None else [end]
+    tier.announce(prompt, ends)

@@ -22,6 +22,7 @@ from kvstore.fs import Durability
 from kvstore.locations import place_of, warnings_for
 from kvstore.sizes import format_size, parse_size
 from kvstore.store import DEFAULT_INTERVAL, Store
+from kvstore_mlx.boundaries import Saving
 from kvstore_mlx.versions import check_versions
 
 __all__ = ["CacheArguments", "command"]
@@ -39,6 +40,8 @@ class CacheArguments:
     interval: int | None
     durability: Durability
     shared: bool
+    strict: bool
+    saving: Saving
 
     @staticmethod
     def add_to(parser: argparse.ArgumentParser) -> None:
@@ -80,19 +83,47 @@ class CacheArguments:
             help="When creating the directory, let its permissions follow the umask instead of being yours alone",
         )
 
+        group.add_argument(
+            "--kv-cache-strict",
+            action="store_true",
+            help="Share saved prompts only with servers on the same kind of device and with the same "
+            "--prefill-step-size, so that a restored prompt has every bit it had",
+        )
+        group.add_argument(
+            "--kv-cache-states",
+            metavar="N",
+            type=_count,
+            help="For models with recurrent layers or sliding windows: save a state to resume from at every N-th "
+            "chunk, beside those at the end of each prompt and answer; 0 saves only the latter (default: 1)",
+        )
+        group.add_argument(
+            "--kv-cache-exact",
+            action="store_true",
+            help="Restore only what a prefill computed, not what was decoded, whose last bits can differ",
+        )
+
     @staticmethod
     def take_from(arguments: argparse.Namespace) -> CacheArguments:
         """Take the flags out of parsed arguments, so that the server sees only its own.
 
         Raises KVStoreError for flags that would silently do nothing.
         """
+        taken = arguments.__dict__.pop
+        strict, states, exact = (taken(f"kv_cache_{name}") for name in ("strict", "states", "exact"))
         directory, size, interval, durability, shared = (
-            arguments.__dict__.pop(f"kv_cache_{name}") for name in ("dir", "size", "interval", "durability", "shared")
+            taken(f"kv_cache_{name}") for name in ("dir", "size", "interval", "durability", "shared")
         )
-        if directory is None and (size, interval, durability, shared) != (None, None, None, False):
+        given = (size, interval, durability, shared or None, strict or None, states, exact or None)
+        if directory is None and any(flag is not None for flag in given):
             raise KVStoreError("the --kv-cache-… flags need --kv-cache-dir")
         return CacheArguments(
-            directory, size or parse_size(DEFAULT_SIZE), interval, durability or Durability.BARRIER, shared
+            directory,
+            size or parse_size(DEFAULT_SIZE),
+            interval,
+            durability or Durability.BARRIER,
+            shared,
+            strict,
+            Saving(1 if states is None else states, exact),
         )
 
 
@@ -104,6 +135,12 @@ def _size(text: str) -> int:
     if size < MIN_SIZE:
         raise argparse.ArgumentTypeError(f"a budget of {format_size(size)} holds no prompt; give at least 1MiB")
     return size
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of chunks such as 1 or 4")
+    return int(text)
 
 
 def _durability(text: str) -> Durability:
@@ -195,6 +232,7 @@ def _serve(server: ModuleType, cache: CacheArguments, host: str, port: int, prov
     import mlx.core as mx  # noqa: PLC0415 - as above
 
     from kvstore_mlx.running import RunningServer  # noqa: PLC0415 - imports the engine
+    from kvstore_mlx.spaces import Settings  # noqa: PLC0415 - as above
 
     try:
         versions = check_versions()
@@ -211,7 +249,12 @@ def _serve(server: ModuleType, cache: CacheArguments, host: str, port: int, prov
     except KVStoreError as error:
         return _refuse(error)
     with store:
-        running = RunningServer(server, store, cache.size, provider, versions)
+        settings = Settings(
+            versions,
+            quantization=_quantization(provider.cli_args),
+            strict_step=provider.cli_args.prefill_step_size if cache.strict else None,
+        )
+        running = RunningServer(server, store, cache.size, provider, settings=settings, saving=cache.saving)
         for warning in warnings_for(store.path):
             logging.getLogger("kvstore").warning("kvstore: %s", warning)
         logging.getLogger("kvstore").info(
@@ -228,6 +271,14 @@ def _serve(server: ModuleType, cache: CacheArguments, host: str, port: int, prov
         with replaced:
             failure = running.serve(host, port)
     return _refuse(failure) if failure is not None else 0
+
+
+def _quantization(arguments: argparse.Namespace) -> Any:
+    from kvstore_mlx.fingerprint import Quantization  # noqa: PLC0415 - imports the engine
+
+    if arguments.kv_bits is None:
+        return None
+    return Quantization(arguments.kv_bits, arguments.kv_group_size, arguments.quantized_kv_start)
 
 
 def _refuse(error: object) -> int:

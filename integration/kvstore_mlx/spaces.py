@@ -1,4 +1,4 @@
-"""Which namespace a loaded model saves into, decided once a model and process.
+"""Which namespaces a loaded model saves into, decided once a model and process.
 
 A model that cannot be cached is served without the directory and told so in one line.
 """
@@ -7,36 +7,48 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from kvstore.store import Namespace, Store
+from kvstore.errors import KVStoreError
+from kvstore.store import Store
 from kvstore_mlx.buffers import address_phase
-from kvstore_mlx.codec import unsupported
-from kvstore_mlx.fingerprint import describe
+from kvstore_mlx.fingerprint import Quantization, describe, identity_of
+from kvstore_mlx.forms import Form, ModelSpace
+from kvstore_mlx.plan import Plan, unknown_classes
+from kvstore_mlx.probe import probe
 
-__all__ = ["ModelSpace", "Spaces"]
+__all__ = ["Settings", "Spaces", "UnsupportedModelError", "make_space"]
 
 log = logging.getLogger("kvstore")
 
 
-@dataclass(frozen=True)
-class ModelSpace:
-    """A model's namespace and the number of caches its layers make."""
+class UnsupportedModelError(KVStoreError):
+    """A model cannot be cached; the message says why."""
 
-    namespace: Namespace
-    layers: int
+
+@dataclass(frozen=True)
+class Settings:
+    """What of an engine's and kvstore's settings decides the namespace."""
+
+    versions: Mapping[str, str]
+    salt: bytes = b""
+    quantization: Quantization | None = None
+    strict_step: int | None = None
+    extras: str | None = None
 
 
 class Spaces:
-    """Namespaces of the models a server has loaded, by mlx_lm.server's model key (path, adapter, draft model)."""
+    """The models a server has loaded, by mlx_lm.server's model key (path, adapter, draft model)."""
 
-    def __init__(self, store: Store, provider: Any, versions: dict[str, str]) -> None:
+    def __init__(self, store: Store, provider: Any, settings: Settings) -> None:
         self._store = store
         self._provider = provider
-        self._versions = versions
+        self._settings = settings
         self._known: dict[Any, ModelSpace | None] = {}
         self.phase = address_phase()
 
@@ -47,30 +59,96 @@ class Spaces:
         return self._known[model_key]
 
     def _make(self, model_key: Any) -> ModelSpace | None:
-        provider = self._provider
+        model, adapter, draft = model_key
+        label = Path(model).name or model
         started = time.perf_counter()
         try:
-            caches = make_prompt_cache(provider.model)
-            if provider.draft_model is not None:
-                caches += make_prompt_cache(provider.draft_model)
-            reason = self._reason(caches)
-            if reason is None:
-                model, adapter, draft = model_key
-                info = describe(model, adapter, draft, caches, self._versions)
-        except Exception as error:
-            reason = f"its files could not be identified ({error})"
-        if reason is not None:
-            log.warning("kvstore: caching is off for %s: %s", model_key[0], reason)
+            space = make_space(
+                self._store,
+                self._provider.model,
+                self._provider.draft_model,
+                identity=lambda: identity_of(model, adapter, draft),
+                label=label,
+                settings=self._settings,
+            )
+        except UnsupportedModelError as error:
+            log.warning("kvstore: caching is off for %s: %s", model, error)
             return None
-        namespace = self._store.namespace(info)
+        except Exception as error:
+            log.warning("kvstore: caching is off for %s: its files could not be identified (%s)", model, error)
+            return None
         seconds = time.perf_counter() - started
-        log.info("kvstore: %s uses namespace %s (identified in %.1f s)", info.label, namespace.id, seconds)
-        return ModelSpace(namespace, len(caches))
+        ids = " and ".join(form.namespace.id for form in space.forms)
+        log.info("kvstore: %s uses namespace %s (identified in %.1f s)", label, ids, seconds)
+        return space
 
-    def _reason(self, caches: list[Any]) -> str | None:
-        """Why this model cannot be cached, or None."""
-        if self._provider.cli_args.kv_bits is not None:
-            return "--kv-bits makes quantized caches, which cannot be saved yet"
-        if classes := unsupported(caches):
-            return f"it uses {classes}, which cannot be saved yet"
-        return None
+
+def make_space(
+    store: Store,
+    model: Any,
+    draft: Any,
+    *,
+    identity: Callable[[], Mapping[str, Any]],
+    label: str,
+    settings: Settings,
+) -> ModelSpace:
+    """The space of a loaded model; raises UnsupportedModelError when it cannot be cached."""
+    plans = plans_of(model, draft, settings.quantization)
+    known = identity()
+    forms = []
+    for quantized, plan in plans:
+        info = describe(
+            known,
+            plan,
+            settings.versions,
+            label=label,
+            salt=settings.salt,
+            quantization=settings.quantization,
+            quantized=quantized,
+            strict_step=settings.strict_step,
+            extras=settings.extras,
+        )
+        least = settings.quantization.start if settings.quantization is not None and quantized else 0
+        forms.append(Form(plan, store.namespace(info), least, settings.extras is not None))
+    return ModelSpace(tuple(forms), label)
+
+
+def plans_of(model: Any, draft: Any, quantization: Quantization | None) -> list[tuple[bool, Plan]]:
+    """The forms of a model's caches, plain before quantized; raises UnsupportedModelError."""
+
+    def make() -> list[Any]:
+        caches: list[Any] = make_prompt_cache(model)
+        return caches if draft is None else caches + make_prompt_cache(draft)
+
+    def make_quantized() -> list[Any]:
+        assert quantization is not None
+        # As mlx_lm.generate.maybe_quantize_kv_cache does, which looks at whole entries only.
+        return [
+            cache.to_quantized(group_size=quantization.group_size, bits=quantization.bits)
+            if type(cache) is KVCache
+            else cache
+            for cache in make()
+        ]
+
+    own = len(make_prompt_cache(model))
+
+    def forward(tokens: list[int], caches: Sequence[Any]) -> Any:
+        import mlx.core as mx  # noqa: PLC0415 - beside its only use
+
+        if draft is not None:
+            draft(mx.array([tokens]), cache=list(caches[own:]))
+        return model(mx.array([tokens]), cache=list(caches[:own]))[0, -1]
+
+    if unknown := unknown_classes(make()):
+        raise UnsupportedModelError(f"it uses {unknown}, which cannot be saved yet")
+    if draft is not None and quantization is not None:
+        raise UnsupportedModelError("with a draft model the engine loses track of caches that --kv-bits quantizes")
+    try:
+        plans = [(False, probe(make, forward))]
+        if draft is not None and plans[0][1].stateful:
+            raise UnsupportedModelError("a draft model needs caches that can be cut at any token")
+        if quantization is not None:
+            plans.append((True, probe(make_quantized, forward)))
+    except (ValueError, NotImplementedError) as error:
+        raise UnsupportedModelError(str(error)) from error
+    return plans

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
 from kvstore.errors import TokenError
-from kvstore.keys import pack_tokens
-from kvstore.lookup import Match
+from kvstore.keys import TOKEN_BYTES, pack_tokens
 from kvstore.sizes import format_size
-from kvstore_mlx.codec import Restoring, sequence_rows
-from kvstore_mlx.recording import MIN_TOKENS, Recording
-from kvstore_mlx.spaces import ModelSpace, Spaces
+from kvstore_mlx.boundaries import MIN_TOKENS, Saving, boundaries
+from kvstore_mlx.forms import Form, ModelSpace
+from kvstore_mlx.recording import Recording
+from kvstore_mlx.restoring import find, longest, restore
+from kvstore_mlx.spaces import Spaces
 from kvstore_mlx.writer import Writer
 
-__all__ = ["TieredPromptCache"]
+__all__ = ["TieredPromptCache", "guarded"]
 
 log = logging.getLogger("kvstore")
 
@@ -30,12 +32,23 @@ log = logging.getLogger("kvstore")
 class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships no types
     """mlx-lm's prompt cache with a cache directory below it."""
 
-    def __init__(self, max_size: int, spaces: Spaces, writer: Writer) -> None:
+    def __init__(self, max_size: int, spaces: Spaces, writer: Writer, saving: Saving) -> None:
         super().__init__(max_size)
         self._spaces = spaces
         self._writer = writer
+        self._saving = saving
         self._pending: Recording | None = None
         self._finishing: dict[int, tuple[Any, Recording]] = {}
+        self._announced: tuple[list[int], tuple[int, ...]] = ([], ())
+
+    def announce(self, prompt: list[int], stable: Sequence[int]) -> None:
+        """Told where the stable parts of a prompt end, before it is fetched."""
+        self._announced = (prompt, tuple(stable))
+
+    def needs_boundaries(self, model_key: Any) -> bool:
+        """Whether it is worth finding out where the stable parts of a prompt end."""
+        space = self._spaces.of(model_key)
+        return space is not None and space.stateful
 
     def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
         """The longest prefix that memory or disk has, and the tokens that remain: always at least one.
@@ -49,6 +62,9 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         space = self._spaces.of(model)
         if space is None:
             return caches, rest
+        if caches is not None and not _holds(space, caches, len(tokens) - len(rest)):
+            # mlx-lm trims a ChunkedKVCache no further than what is left of it, and says nothing.
+            caches, rest = None, list(tokens)
         in_memory = len(tokens) - len(rest)
         try:
             return self._from_disk(space, tokens, caches, in_memory, started)
@@ -74,16 +90,18 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         self, space: ModelSpace, tokens: list[int], caches: list[Any] | None, in_memory: int, started: float
     ) -> tuple[list[Any] | None, list[int]]:
         """Restore when the directory reaches further than memory, start the recording, and log the one line."""
-        packed = pack_tokens(tokens)
-        match = space.namespace.lookup(packed[: (len(tokens) - 1) * 4])
-        reused, saved, source, size = in_memory, match.border, "memory" if in_memory else "nothing", 0
-        if match.count >= max(in_memory + MIN_TOKENS, MIN_TOKENS):
-            restored, caches_read, size, saved = _restore(space, match, len(tokens))
-            if restored > in_memory:
-                caches, reused, source = caches_read, restored, "disk"
-        self._pending = Recording(
-            space.namespace, self._writer, tokens, saved=saved, known=reused, phase=self._spaces.phase
-        )
+        packed = pack_tokens(tokens)[: (len(tokens) - 1) * TOKEN_BYTES]
+        found = [find(form, packed, prefill_only=self._saving.prefill_only) for form in space.usable]
+        saved = {one.form: one.match.border for one in found}
+        reused, source, size = in_memory, "memory" if in_memory else "nothing", 0
+        best = longest(found)
+        if best is not None and best.count >= max(in_memory + MIN_TOKENS, MIN_TOKENS):
+            restored = restore(best, len(tokens), prefill_only=self._saving.prefill_only)
+            saved[best.form] = restored.saved if restored is not None else 0
+            if restored is not None and restored.tokens > in_memory:
+                caches, reused, size, source = restored.caches, restored.tokens, restored.size, "disk"
+        if saved:
+            self._pending = self._record(space, tokens, saved, reused, source)
         log.info(
             "kvstore: reused %d of %d tokens from %s in %.1f ms (%s read)",
             reused,
@@ -93,6 +111,25 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
             format_size(size),
         )
         return caches, list(tokens[reused:])
+
+    def _record(
+        self, space: ModelSpace, tokens: list[int], saved: dict[Form, int], reused: int, source: str
+    ) -> Recording:
+        prompt, stable = self._announced
+        ends: tuple[int, ...] = ()
+        if space.stateful:
+            interval = space.forms[0].interval
+            ends = boundaries(len(tokens), interval, self._saving.every, stable if prompt == tokens else ())
+        return Recording(
+            space,
+            self._writer,
+            tokens,
+            saved=saved,
+            known=reused,
+            decoded=reused > 0 and not (source == "disk" and self._saving.prefill_only),
+            boundaries=ends,
+            phase=self._spaces.phase,
+        )
 
     def take_recording(self) -> Recording | None:
         """The recording of the request that was fetched last; asked for once, right after the fetch."""
@@ -110,7 +147,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         super().insert_cache(model, tokens, prompt_cache, **kwargs)
         _, recording = self._finishing.pop(id(prompt_cache), (None, None))
         if recording is not None:
-            guarded(lambda: recording.finished(sequence_rows(prompt_cache, len(tokens)), tokens))
+            guarded(lambda: recording.finished(prompt_cache, len(tokens), tokens))
 
 
 def _align(tokens: list[int], caches: list[Any]) -> list[int]:
@@ -126,17 +163,14 @@ def _align(tokens: list[int], caches: list[Any]) -> list[int]:
     return tokens[:both]
 
 
-def _restore(space: ModelSpace, match: Match, prompt: int) -> tuple[int, list[Any], int, int]:
-    """Tokens restored, their caches, bytes read, and up to where the store holds the prompt in whole blocks."""
-    target = Restoring(space.layers, prompt + 256)
-    restored = space.namespace.read(match, target.allocate)
-    if not restored.tokens:
-        return 0, [], 0, 0
-    caches = target.caches(restored.tokens)
-    offsets = {cache.offset for cache in caches}
-    if offsets != {restored.tokens}:
-        raise AssertionError(f"layers were restored to {sorted(offsets)} tokens instead of {restored.tokens}")
-    return restored.tokens, caches, restored.size, restored.border
+def _holds(space: ModelSpace, caches: list[Any], tokens: int) -> bool:
+    """Whether every layer of caches from memory holds exactly these tokens."""
+    try:
+        space.form_of(caches).plan.starts(caches, None, tokens)
+    except ValueError as error:
+        log.warning("kvstore: a cache in memory was left out: %s", error)
+        return False
+    return True
 
 
 def guarded(save: Any) -> None:

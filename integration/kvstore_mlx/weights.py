@@ -18,12 +18,16 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import platformdirs
+from mlx.utils import tree_flatten
 
 from kvstore.sizes import format_size
+from kvstore_mlx.buffers import copy_whole
 
-__all__ = ["Memory", "weights_digest"]
+__all__ = ["Memory", "parameters_digest", "weights_digest"]
 
 log = logging.getLogger("kvstore")
 
@@ -105,3 +109,13 @@ def _read(file: Path) -> tuple[os.stat_result, str]:
         while chunk := stream.read(_READ):
             state.update(chunk)
     return status, state.hexdigest()
+
+
+def parameters_digest(model: Any) -> str:
+    """SHA-256 of a model's parameters as they are in memory, by name, dtype and shape: for models that are no files."""
+    digest = hashlib.sha256()
+    for name, array in sorted(tree_flatten(model.parameters())):
+        mx.eval(array)
+        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        digest.update(copy_whole(array))
+    return digest.hexdigest()

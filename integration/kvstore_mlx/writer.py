@@ -16,11 +16,15 @@ from dataclasses import dataclass, field
 
 from kvstore.blocks import Span
 from kvstore.errors import KVStoreError, MissingParentError
-from kvstore.store import Namespace
+from kvstore.keys import TOKEN_BYTES
+from kvstore.states import State
 from kvstore_mlx.buffers import has_non_finite
+from kvstore_mlx.forms import Form
 from kvstore_mlx.housekeeping import Housekeeping
+from kvstore_mlx.pool import Loan, Pool
+from kvstore_mlx.verification import differs
 
-__all__ = ["Job", "Writer"]
+__all__ = ["Boundary", "Job", "Writer"]
 
 log = logging.getLogger("kvstore")
 
@@ -29,41 +33,87 @@ MAX_QUEUED_BYTES = 1 << 30
 
 _WARN_EVERY_S = 60.0
 
+_TRIM_AFTER_S = 10.0
+"""Longer than the prefill of a chunk mostly takes, and no time to keep hundreds of megabytes for nothing."""
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A state to be published after end tokens of a prompt."""
+
+    end: int
+    state: State
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in self.state.tensors)
+
 
 @dataclass
 class Job:
-    """Spans of one prompt to be published. on_failure runs on the writer thread when they are not."""
+    """Spans and states of one prompt to be published, in order. on_failure runs on the writer thread when one is not.
 
-    namespace: Namespace
+    loans: the memory that a span's data lie in, by its first token, where they lie in the writer's pool.
+    """
+
+    form: Form
     tokens: bytes
-    spans: list[Span]
+    items: list[Span | Boundary]
     on_failure: Callable[[], None] = field(default=lambda: None)
+    loans: dict[int, Loan] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
-        """Bytes of KV the job holds in memory."""
-        return sum(span.payload_bytes for span in self.spans)
+        """Bytes the job holds in memory."""
+        return sum(item.payload_bytes for item in self.items)
+
+    def give_back(self, item: Span | Boundary | None = None) -> None:
+        """Return what one item's data were lent from, or all that is left; its data can no longer be read then."""
+        firsts = list(self.loans) if item is None else [item.first] if isinstance(item, Span) else []
+        for first in firsts:
+            if (loan := self.loans.pop(first, None)) is not None:
+                loan.give_back()
 
 
 class Writer:
-    """The background thread of one server and its queue."""
+    """The background thread of one server and its queue. phase: see Pool."""
 
-    def __init__(self, housekeeping: Housekeeping, max_queued: int = MAX_QUEUED_BYTES) -> None:
+    def __init__(self, housekeeping: Housekeeping, max_queued: int = MAX_QUEUED_BYTES, phase: int = 0) -> None:
         self._housekeeping = housekeeping
         self._max_queued = max_queued
+        self._pool = Pool(max_queued, phase)
+        self._expected = 0
         self._queue: deque[Job] = deque()
         self._queued = 0
         self._closing = False
         self._busy = False
         self._changed = threading.Condition()
         self._warned: dict[str, float] = {}
+        self._verified: set[tuple[Form, type]] = set()
         self._thread = threading.Thread(target=self._run, name="kvstore-writer", daemon=True)
         self._thread.start()
 
+    def expect(self, size: int) -> None:
+        """Say that so many bytes will be copied soon: the thread touches the memory for them while it has nothing else
+        to do, so that the engine's thread need not.
+        """
+        with self._changed:
+            self._expected = max(self._expected, size)
+            self._changed.notify_all()
+
+    def lend(self, size: int) -> Loan | None:
+        """Memory to copy a span into, which goes into its job; None when the queue is full. Never waits."""
+        return self._pool.lend(size)
+
     def offer(self, job: Job) -> bool:
-        """Queue a job without waiting; False when the queue is full (an empty queue takes a job of any size)."""
+        """Queue a job without waiting; False when the queue is full (an empty queue takes a job of any size).
+
+        What a refused job was lent is given back.
+        """
         with self._changed:
             if self._closing or (self._queued and self._queued + job.size > self._max_queued):
+                job.give_back()
                 return False
             self._queue.append(job)
             self._queued += job.size
@@ -94,16 +144,25 @@ class Writer:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._queue and not self._closing:
-                    self._changed.wait()
+                while not (self._queue or self._closing or self._expected):
+                    if not self._changed.wait(_TRIM_AFTER_S if self._pool.resident else None):
+                        self._pool.trim()
                 if not self._queue:
-                    return
-                job = self._queue.popleft()
-                self._busy = True
+                    if self._closing:
+                        return
+                    expected, self._expected = self._expected, 0
+                else:
+                    expected = 0
+                    job = self._queue.popleft()
+                    self._busy = True
+            if expected:
+                self._pool.warm(expected)
+                continue
             try:
                 self._write(job)
             finally:
                 size = job.size
+                job.give_back()
                 del job
                 with self._changed:
                     self._queued -= size
@@ -112,18 +171,12 @@ class Writer:
 
     def _write(self, job: Job) -> None:
         try:
-            for span in job.spans:
-                # Span by span: copies are freed as they are written, and a hole stops the rest.
-                if any(has_non_finite(part, spec.dtype) for part, spec in zip(span.data, span.specs, strict=True)):
-                    self._warn("NaN or infinity in the KV cache; not saved")
+            for item in job.items:
+                # One by one: memory is given back as it is written, and a hole stops the rest.
+                if job.form.trouble or not self._item(job, item):
                     job.on_failure()
                     return
-                if not self._housekeeping.make_room(span.payload_bytes):
-                    self._warn("the budget (--kv-cache-size) is used up by what is in use; not saved")
-                    job.on_failure()
-                    return
-                published = job.namespace.publish(job.tokens[: span.end * 4], [span])
-                self._housekeeping.wrote(published.written)
+                job.give_back(item)
         except MissingParentError as error:
             log.debug("kvstore: not saved: %s", error)
             job.on_failure()
@@ -134,9 +187,40 @@ class Writer:
             log.exception("kvstore: not saved, and this is a bug in kvstore; please report it")
             job.on_failure()
 
+    def _item(self, job: Job, item: Span | Boundary) -> bool:
+        """Publish one span or state; False, with a warning, when it must not be or there is no room."""
+        if _has_non_finite(item):
+            self._warn("NaN or infinity in the KV cache; not saved")
+            return False
+        if not self._housekeeping.make_room(item.payload_bytes):
+            self._warn("the budget (--kv-cache-size) is used up by what is in use; not saved")
+            return False
+        tokens = job.tokens[: item.end * TOKEN_BYTES]
+        if isinstance(item, Span):
+            published = job.form.namespace.publish(tokens, [item])
+        else:
+            published = job.form.namespace.publish_state(tokens, item.state)
+        self._housekeeping.wrote(published.written)
+        kind = type(item)
+        if published.nodes and (job.form, kind) not in self._verified:
+            if trouble := differs(job.form, tokens, item if isinstance(item, Span) else item.state):
+                job.form.trouble = trouble
+                log.error("kvstore: caching is off for this model: %s", trouble)
+                return False
+            self._verified.add((job.form, kind))
+        return True
+
     def _warn(self, text: str) -> None:
         """One warning a minute for each kind of trouble: a full disk must not fill the log as well."""
         now = time.monotonic()
         if now - self._warned.get(text, -_WARN_EVERY_S) >= _WARN_EVERY_S:
             self._warned[text] = now
             log.warning("kvstore: %s", text)
+
+
+def _has_non_finite(item: Span | Boundary) -> bool:
+    if isinstance(item, Span):
+        dtypes, data = [spec.dtype for spec in item.specs], item.data
+    else:
+        dtypes, data = [tensor.dtype for tensor in item.state.tensors], item.state.data
+    return any(has_non_finite(part, dtype) for part, dtype in zip(data, dtypes, strict=True))

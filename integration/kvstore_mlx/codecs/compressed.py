@@ -1,0 +1,50 @@
+"""LayerCache of mlx_lm.models.deepseek_v41: a window, compressed groups, their index keys and the group still open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvstore.states import Scalar
+from kvstore_mlx.codecs.base import Snapshot, refuse
+
+__all__ = ["Compressed"]
+
+_TENSORS = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate")
+
+
+class Compressed:
+    """Never in a batch: mlx-lm cannot merge it. Groups close every few tokens, so it cannot be cut by token either."""
+
+    rows: tuple[str, ...] = ()
+    stateful = True
+
+    def config(self, cache: Any) -> Mapping[str, Scalar]:
+        """The size of the window."""
+        return {"window_size": cache.window_size}
+
+    def arrays(self, cache: Any) -> Sequence[Any]:
+        """None: all of it is state."""
+        del cache
+        return ()
+
+    def extent(self, cache: Any, index: int | None) -> tuple[int, int] | None:
+        """Tokens seen."""
+        if index is not None:
+            raise ValueError("compressed caches are not served in batches")
+        return 0, cache.offset
+
+    def snapshot(self, cache: Any, index: int | None) -> Snapshot:
+        """Every tensor, those that are not there yet too. Each is replaced and never written to."""
+        del index
+        return Snapshot({name: getattr(cache, name) for name in _TENSORS}, {"offset": cache.offset})
+
+    def rebuild(self, cache: Any, tokens: int, arrays: Sequence[Any], snapshot: Snapshot) -> None:
+        """Attribute by attribute."""
+        del arrays
+        refuse(snapshot, set(_TENSORS), {"offset"})
+        if snapshot.values["offset"] != tokens:
+            raise ValueError(f"a layer holds {snapshot.values['offset']} tokens instead of {tokens}")
+        for name in _TENSORS:
+            setattr(cache, name, snapshot.tensors[name])
+        cache.offset = tokens

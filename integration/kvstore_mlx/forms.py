@@ -1,0 +1,73 @@
+"""The forms that one model's caches can have, each with a plan and a namespace of its own.
+
+Most models have one. With --kv-bits the engine begins with plain caches and quantizes all of them at once, when they
+have reached a certain length; bytes of the two must never meet, and a prompt may need both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.store import Namespace
+from kvstore_mlx.live import Live
+from kvstore_mlx.plan import Plan
+
+__all__ = ["Form", "ModelSpace"]
+
+
+@dataclass(eq=False)
+class Form:
+    """One form: how its caches lie in the store, and where.
+
+    least: prefixes shorter than this do not have this form in an uninterrupted run, so none is restored into it.
+    extras: whether an engine attaches something to its boundaries without which it cannot go on.
+    trouble: why nothing is saved or restored any more; set once, from any thread.
+    """
+
+    plan: Plan
+    namespace: Namespace
+    least: int = 0
+    extras: bool = False
+    trouble: str = ""
+
+    @property
+    def stateful(self) -> bool:
+        """Whether a prefix can be resumed at boundary states only."""
+        return self.plan.stateful or self.extras
+
+    @property
+    def interval(self) -> int:
+        """Tokens a chunk."""
+        return self.namespace.interval
+
+
+@dataclass(frozen=True)
+class ModelSpace:
+    """Everything the adapter knows of one loaded model."""
+
+    forms: tuple[Form, ...]
+    label: str
+
+    def form_of(self, caches: Sequence[Any]) -> Form:
+        """The form that these caches have now; ValueError when it is none that this model makes."""
+        for form in self.forms:
+            if form.plan.fits(caches):
+                return form
+        raise ValueError("the engine holds other cache classes than the model makes")
+
+    def look(self, caches: Sequence[Any], index: int | None, exactly: int | None) -> tuple[Form, Live]:
+        """What caches hold between two steps, and the form they have; see Live."""
+        form = self.form_of(caches)
+        return form, Live(form.plan, caches, index, exactly)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether its prefixes are resumed at boundary states only."""
+        return any(form.stateful for form in self.forms)
+
+    @property
+    def usable(self) -> Iterable[Form]:
+        """Forms without trouble."""
+        return [form for form in self.forms if not form.trouble]

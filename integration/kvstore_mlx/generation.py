@@ -1,0 +1,121 @@
+"""Decode after a prefill of kvstore's, as mlx_lm.stream_generate does, from logits that may have been saved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import GenerationResponse, generate_step
+
+from kvstore_mlx.fingerprint import Quantization
+from kvstore_mlx.prefill import with_prefix
+from kvstore_mlx.recording import Recording
+
+__all__ = ["Run", "answer"]
+
+
+@dataclass
+class Run:
+    """One prompt on its way: its caches, the logits ``[vocabulary]`` after its last token, and what was reused."""
+
+    tokens: list[int]
+    caches: list[Any]
+    logits: Any
+    cached_tokens: int
+    restored_bytes: int
+    recording: Recording | None
+    seconds: float = 0.0
+
+
+def answer(
+    model: Any,
+    tokenizer: Any,
+    run: Run,
+    max_tokens: int,
+    *,
+    sampler: Callable[[Any], Any] | None,
+    processors: Sequence[Callable[[Any, Any], Any]],
+    quantization: Quantization | None,
+    finish: Callable[[Run, list[int]], None],
+) -> Iterator[GenerationResponse]:
+    """Responses token by token; finish is called with what was forwarded, however the iteration ends."""
+    generated: list[int] = []
+    forwarded = 0
+    detokenizer = tokenizer.detokenizer
+    started = time.perf_counter()
+
+    def response(token: int, logprobs: Any, reason: str | None) -> GenerationResponse:
+        return GenerationResponse(
+            text=detokenizer.last_segment,
+            token=token,
+            logprobs=logprobs,
+            from_draft=False,
+            prompt_tokens=len(run.tokens),
+            prompt_tps=len(run.tokens) / max(run.seconds, 1e-9),
+            generation_tokens=len(generated),
+            generation_tps=len(generated) / max(time.perf_counter() - started, 1e-9),
+            peak_memory=mx.get_peak_memory() / 1e9,
+            finish_reason=reason,
+        )
+
+    try:
+        for token, logprobs in _tokens(
+            model, run, max_tokens, sampler=sampler, processors=processors, quantization=quantization
+        ):
+            generated.append(token)
+            # The engine has forwarded a token when it hands it over; the first one came out of the prefill.
+            forwarded = len(generated) if len(generated) > 1 else 0
+            reason = None
+            if token in tokenizer.eos_token_ids:
+                reason = "stop"
+            else:
+                detokenizer.add_token(token)
+                reason = "length" if len(generated) == max_tokens else None
+            if reason is not None:
+                detokenizer.finalize()
+            yield response(token, logprobs, reason)
+            if reason is not None:
+                return
+    finally:
+        if forwarded:
+            finish(run, [*run.tokens, *generated[:forwarded]])
+
+
+def _tokens(
+    model: Any,
+    run: Run,
+    max_tokens: int,
+    *,
+    sampler: Callable[[Any], Any] | None,
+    processors: Sequence[Callable[[Any, Any], Any]],
+    quantization: Quantization | None,
+) -> Iterator[tuple[int, Any]]:
+    """Tokens and log-probabilities ``[vocabulary]``: the first from the prefill's logits, the others the engine's."""
+    choose: Callable[[Any], Any] = sampler or (lambda logprobs: mx.argmax(logprobs, axis=-1))
+    logits = run.logits[None]
+    for processor in processors:
+        logits = processor(mx.array(run.tokens), logits)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    first: int = choose(logprobs).item()
+    yield first, logprobs[0]
+    if max_tokens == 1:
+        return
+    settings: dict[str, Any] = {}
+    if quantization is not None:
+        settings = {
+            "kv_bits": quantization.bits,
+            "kv_group_size": quantization.group_size,
+            "quantized_kv_start": quantization.start,
+        }
+    yield from generate_step(
+        mx.array([first]),
+        model,
+        max_tokens=max_tokens - 1 if max_tokens > 0 else -1,
+        sampler=sampler,
+        logits_processors=[with_prefix(processor, run.tokens) for processor in processors],
+        prompt_cache=run.caches,
+        **settings,
+    )

@@ -1,0 +1,140 @@
+"""What one sequence's caches hold at one moment: rows to be copied out by token, and a boundary state.
+
+Both are copies: the engine goes on updating its buffers in place while another thread writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+
+from kvstore.blocks import TensorSpec
+from kvstore.states import Scalar, State, StateTensor
+from kvstore_mlx.buffers import DTYPES, copy_rows, copy_whole
+from kvstore_mlx.codecs import Snapshot
+from kvstore_mlx.plan import Plan
+
+__all__ = ["EXTRA", "LOGITS", "Extras", "Live", "Rows", "state_of", "taken_apart"]
+
+LOGITS = "logits"
+"""The name of next-token logits in a state: one row ``[vocabulary]`` of the model's own dtype."""
+
+EXTRA = "extra."
+"""What an engine's own names begin with in a state."""
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What an engine attaches to a boundary and gets back there: named arrays and small typed values."""
+
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Scalar] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One sequence's rows in an engine's live buffers.
+
+    count tokens are there; starts has the row of token 0 of each array (left padding of a batch); index is the
+    sequence's place in the batch.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    arrays: Sequence[Any]
+    starts: Sequence[int]
+    index: int
+    count: int
+
+    def copy(self, first: int, end: int) -> list[Any]:
+        """Tokens first .. end of every tensor, as bytes that belong to the caller."""
+        if not 0 <= first < end <= self.count:
+            raise ValueError(f"tokens {first} to {end} of {self.count} were asked for")
+        return [
+            copy_rows(array, self.index, start + first, start + end)
+            for array, start in zip(self.arrays, self.starts, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Live:
+    """One sequence's caches between two steps of the engine, which must hold exactly count tokens in every layer.
+
+    index is its place in a batch, None for caches of one sequence. count None is for the middle of speculative
+    decoding, where a model and its draft model may differ: the fewest tokens that one of them holds count then.
+    """
+
+    plan: Plan
+    caches: Sequence[Any]
+    index: int | None
+    exactly: int | None
+
+    @cached_property
+    def count(self) -> int:
+        """Tokens that were computed."""
+        if self.exactly is not None:
+            return self.exactly
+        held = self.plan.count(self.caches)
+        if held is None:
+            raise ValueError("no layer says how many tokens it holds")
+        return held
+
+    @cached_property
+    def rows(self) -> Rows:
+        """Everything that is cut by token. ValueError when a layer holds another number of tokens."""
+        starts = self.plan.starts(self.caches, self.index, self.exactly)
+        arrays = self.plan.arrays(self.caches)
+        stored = [at for at, part in enumerate(self.plan.parts) if part.stored]
+        return Rows(
+            self.plan.specs, [arrays[at] for at in stored], [starts[at] for at in stored], self.index or 0, self.count
+        )
+
+    def state(self, *, decode: bool, phase: int = 0, logits: Any | None = None, extras: Extras | None = None) -> State:
+        """Everything that is not. ValueError as above."""
+        self.plan.starts(self.caches, self.index, self.exactly)
+        return state_of(self.plan.snapshot(self.caches, self.index), decode, phase, logits, extras)
+
+
+def state_of(snapshot: Snapshot, decode: bool, phase: int, logits: Any | None, extras: Extras | None) -> State:
+    """A state to be published, with copies of all arrays."""
+    tensors = dict(snapshot.tensors)
+    values: dict[str, Scalar] = dict(snapshot.values)
+    if logits is not None:
+        tensors[LOGITS] = logits
+    if extras is not None:
+        tensors.update({EXTRA + name: array for name, array in extras.tensors.items()})
+        values.update({EXTRA + name: value for name, value in extras.values.items()})
+    # An empty slot has no bytes, but it is something that a restore must bring back.
+    values.update({name: None for name, array in tensors.items() if array is None})
+    there = {name: array for name, array in tensors.items() if array is not None}
+    if unknown := [name for name, array in there.items() if array.dtype not in DTYPES]:
+        raise ValueError(f"{unknown[0]} is {there[unknown[0]].dtype}, which cannot be saved")
+    mx.eval(list(there.values()))
+    return State(
+        tuple(StateTensor(name, DTYPES[array.dtype], tuple(array.shape)) for name, array in there.items()),
+        [copy_whole(array) for array in there.values()],
+        values,
+        phase,
+        decode,
+    )
+
+
+def taken_apart(arrays: Mapping[str, Any], values: Mapping[str, Scalar]) -> tuple[Snapshot, Any | None, Extras]:
+    """The other way round: what a restored state holds of the caches, the logits, and the engine's extras."""
+    own = {name: array for name, array in arrays.items() if name != LOGITS and not name.startswith(EXTRA)}
+    extras = Extras(
+        {name.removeprefix(EXTRA): array for name, array in arrays.items() if name.startswith(EXTRA)},
+        {name.removeprefix(EXTRA): value for name, value in values.items() if name.startswith(EXTRA)},
+    )
+    counted = {}
+    for name, value in values.items():
+        if name.startswith(EXTRA):
+            continue
+        if value is None:
+            own[name] = None
+        else:
+            counted[name] = value
+    return Snapshot(own, counted), arrays.get(LOGITS), extras

@@ -1,0 +1,65 @@
+"""A short forward pass when a model is loaded: what its caches look like, and whether a restored one computes the same.
+
+Three tokens are prefilled, copied out, put into fresh caches, and one more token is computed from both. A model whose
+restored caches give other logits is served without the cache directory, whatever its classes are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+
+from kvstore_mlx.live import Live
+from kvstore_mlx.plan import Plan
+from kvstore_mlx.restoring import Restoring
+
+__all__ = ["Forward", "probe"]
+
+Forward: TypeAlias = Callable[[list[int], Sequence[Any]], Any]
+"""Computes tokens onto caches and returns the logits ``[vocabulary]`` after the last one."""
+
+_TOKENS = [1, 2, 3]
+_NEXT = 4
+
+_TOLERANCE = 1e-3
+"""Largest difference of a logit, relative to the largest logit, that kernels may make of the same values in other
+memory. None was seen; a row in a wrong place gives differences of the order of the logits themselves."""
+
+
+def probe(make: Callable[[], list[Any]], forward: Forward) -> Plan:
+    """The plan of a model. ValueError with a reason when its caches cannot be saved and restored."""
+    caches = make()
+    forward(_TOKENS, caches)
+    plan = Plan.of(make, caches)
+    restored = _copied(plan, Live(plan, caches, None, len(_TOKENS)))
+    ours, theirs = forward([_NEXT], restored), forward([_NEXT], caches)
+    mx.eval(ours, theirs)
+    difference, largest = (float(mx.abs(each).max().astype(mx.float32)) for each in (ours - theirs, theirs))
+    if not difference <= _TOLERANCE * max(largest, 1e-30):
+        raise ValueError(f"its restored caches compute other logits (by {difference:.3g})")
+    return plan
+
+
+def _copied(plan: Plan, live: Live) -> list[Any]:
+    """The same caches, by way of the bytes that would be written and read."""
+    target = Restoring(plan, live.count)
+    rows = live.rows
+    if rows.specs:
+        buffers = target.allocate(rows.specs, live.count)
+        for spec, data in zip(rows.specs, rows.copy(0, live.count), strict=True):
+            at = 0
+            for run in buffers[spec.name].runs(spec, 0, live.count):
+                run[:] = memoryview(data).cast("B")[at : at + run.nbytes]
+                at += run.nbytes
+    values = None
+    if plan.stateful:
+        state = live.state(decode=False)
+        memory = target.allocate_state(state.tensors)
+        for tensor, data in zip(state.tensors, state.data, strict=True):
+            if tensor.nbytes:
+                memory[tensor.name].cast("B")[:] = memoryview(data).cast("B")
+        values = state.values
+    caches, _, _ = target.caches(live.count, values)
+    return caches

@@ -1,0 +1,328 @@
+"""The cache directory for Python programs that generate with mlx-lm themselves.
+
+    with open_session("~/.cache/kv", model, tokenizer, path="mlx-community/…") as session:
+        for response in session.stream_generate(prompt):
+            print(response.text, end="")
+
+or, for a loop of one's own, ``run = session.prefill(tokens)``, decode with ``run.caches`` from ``run.logits``, and
+``session.finish(run, tokens)``. Everything but the writing happens on the thread that calls.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from mlx_lm.generate import GenerationResponse
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from kvstore.fs import Durability
+from kvstore.keys import TOKEN_BYTES, pack_tokens
+from kvstore.lookup import has_state
+from kvstore.sizes import parse_size
+from kvstore.store import DEFAULT_INTERVAL, Store
+from kvstore_mlx.boundaries import MIN_TOKENS, Saving, boundaries
+from kvstore_mlx.buffers import address_phase
+from kvstore_mlx.fingerprint import Quantization, identity_of
+from kvstore_mlx.forms import ModelSpace
+from kvstore_mlx.generation import Run, answer
+from kvstore_mlx.housekeeping import Housekeeping
+from kvstore_mlx.live import Extras
+from kvstore_mlx.plan import Plan
+from kvstore_mlx.prefill import pieces, prefill
+from kvstore_mlx.recording import Recording
+from kvstore_mlx.restoring import Found, Restored, find, longest, restore
+from kvstore_mlx.spaces import Settings, make_space, plans_of
+from kvstore_mlx.versions import check_versions
+from kvstore_mlx.weights import parameters_digest
+from kvstore_mlx.writer import Writer
+
+__all__ = ["ExtrasHook", "Run", "Session", "open_session"]
+
+
+class ExtrasHook(Protocol):
+    """What an engine attaches to each boundary, for example the pending prediction of a router.
+
+    name goes into the namespace: prefixes that were saved without these extras, or with another version of them, are
+    never restored. Both methods run on the generation thread.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name and version, such as ``prerouter/1``."""
+
+    def capture(self) -> Extras:
+        """What must come back, as it is now: the caches hold exactly the tokens of the boundary."""
+
+    def restore(self, extras: Extras | None) -> None:
+        """Take up what was captured at the restored boundary, or begin anew (None) when nothing was restored."""
+
+
+class Session:
+    """One model and one cache directory. Made by open_session."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        plan: Plan,
+        store: Store | None,
+        space: ModelSpace | None,
+        budget: int,
+        step: int,
+        interval: int,
+        saving: Saving,
+        quantization: Quantization | None,
+        extras: ExtrasHook | None,
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._store = store
+        self._plan = plan
+        self._space = space
+        self._stateful = plan.stateful or extras is not None
+        self._step = step
+        self._interval = interval
+        self._saving = saving
+        self._quantization = quantization
+        self._extras = extras
+        self._writer = None if store is None else Writer(Housekeeping(store, budget))
+        self._phase = 0 if store is None else address_phase()
+
+    @property
+    def plan(self) -> Plan:
+        """How this model's caches lie in the store."""
+        return self._plan
+
+    @property
+    def stateful(self) -> bool:
+        """Whether prefixes can be resumed at boundary states only."""
+        return self._stateful
+
+    def restore(self, tokens: Sequence[int]) -> Restored | None:
+        """Caches of the longest saved prefix, all of the tokens at most; None when nothing is saved.
+
+        With logits when the prefix is all of the tokens and logits were saved after them.
+        """
+        if self._store is None:
+            return None
+        packed = pack_tokens(tokens)
+        best = longest(self._find(packed))
+        restored = None if best is None else self._read(best, len(tokens))
+        if self._extras is not None:
+            self._extras.restore(None if restored is None else restored.extras)
+        return restored
+
+    def prefill(self, tokens: Sequence[int], cuts: Sequence[int] = ()) -> Run:
+        """Restore what is saved of a prompt, compute the rest, and save what is new in the background.
+
+        The prefill is cut where states are saved, the same with and without a directory: at chunk borders, at cuts
+        (where a stable part of the prompt ends, say), and before the last token. An exact hit needs no forward pass.
+        """
+        tokens = list(tokens)
+        if not tokens:
+            raise ValueError("a prompt needs at least one token")
+        restored, saved = self._restored(tokens)
+        known = 0 if restored is None else restored.tokens
+        ends = boundaries(len(tokens), self._interval, self._saving.every, cuts) if self._stateful else ()
+        recording = None
+        if self._writer is not None and self._space is not None and saved:
+            recording = Recording(
+                self._space,
+                self._writer,
+                tokens,
+                saved=saved,
+                known=known,
+                decoded=known > 0 and not self._saving.prefill_only,
+                boundaries=ends,
+                prompt_end=len(tokens),
+                extras=None if self._extras is None else self._extras.capture,
+                phase=self._phase,
+            )
+        caches = self._make() if restored is None else restored.caches
+        logits = None if restored is None else restored.logits
+        run = Run(tokens, caches, logits, known, 0 if restored is None else restored.size, recording)
+        if known < len(tokens):
+            parts = pieces(known, len(tokens), self._step, [*ends, *cuts, len(tokens) - 1])
+            run.logits = prefill(
+                self._model,
+                caches,
+                tokens,
+                parts,
+                after=lambda done: self._after(run, done),
+                quantization=self._quantization,
+            )
+            if recording is not None and len(tokens) >= MIN_TOKENS:
+                recording.finished(caches, len(tokens), tokens, logits=run.logits)
+        return run
+
+    def finish(self, run: Run, tokens: Sequence[int]) -> None:
+        """Save what was generated. tokens are the prompt and all tokens that were forwarded after it."""
+        if run.recording is not None:
+            run.recording.finished(run.caches, len(tokens), tokens)
+
+    def stream_generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int = 256,
+        sampler: Callable[[Any], Any] | None = None,
+        logits_processors: Sequence[Callable[[Any, Any], Any]] = (),
+        cuts: Sequence[int] = (),
+    ) -> Iterator[GenerationResponse]:
+        """As mlx_lm.stream_generate. Responses count the whole prompt; cached_tokens of the run is not among them."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise ValueError("open_session was given no tokenizer")
+        if not isinstance(tokenizer, TokenizerWrapper):
+            tokenizer = TokenizerWrapper(tokenizer)
+        if isinstance(prompt, str):
+            special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+            tokens = tokenizer.encode(prompt, add_special_tokens=special)
+        else:
+            tokens = list(prompt)
+        run = self.prefill(tokens, cuts)
+        yield from answer(
+            self._model,
+            tokenizer,
+            run,
+            max_tokens,
+            sampler=sampler,
+            processors=list(logits_processors),
+            quantization=self._quantization,
+            finish=self.finish,
+        )
+
+    def generate(self, prompt: str | Sequence[int], **kwargs: Any) -> str:
+        """The whole answer as text; arguments as stream_generate."""
+        return "".join(response.text for response in self.stream_generate(prompt, **kwargs))
+
+    def flush(self, timeout: float = 60.0) -> bool:
+        """Wait until everything is written; False when timeout seconds were not enough."""
+        return self._writer is None or self._writer.drain(timeout)
+
+    def close(self, timeout: float = 60.0) -> None:
+        """Write what is queued, then let the directory go."""
+        if self._writer is not None:
+            self._writer.close(timeout)
+        if self._store is not None:
+            self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _make(self) -> list[Any]:
+        if self._extras is not None:
+            self._extras.restore(None)
+        caches: list[Any] = make_prompt_cache(self._model)
+        return caches
+
+    def _find(self, packed: bytes) -> list[Found]:
+        usable = [] if self._space is None else self._space.usable
+        return [find(form, packed, prefill_only=self._saving.prefill_only) for form in usable]
+
+    def _restored(self, tokens: list[int]) -> tuple[Restored | None, dict[Any, int]]:
+        """What can be reused, and for each form up to where the store holds the prompt."""
+        if self._store is None:
+            return None, {}
+        packed = pack_tokens(tokens)
+        found = self._find(packed)
+        best = longest(found)
+        restored = None
+        if best is not None and best.count == len(tokens):
+            match = best.match
+            if match.exact and has_state(match.space, match.steps[-1]):
+                restored = self._read(best, len(tokens))
+            if restored is None or restored.logits is None:
+                # Something has to be computed for the logits of the last token.
+                restored = None
+                found = self._find(packed[:-TOKEN_BYTES])
+                best = longest(found)
+        saved = {one.form: one.match.border for one in found}
+        if restored is None and best is not None and best.count >= MIN_TOKENS:
+            restored = self._read(best, len(tokens))
+            saved[best.form] = 0 if restored is None else restored.saved
+        if restored is not None and self._extras is not None:
+            self._extras.restore(restored.extras)
+        return restored, saved
+
+    def _read(self, found: Found, room: int) -> Restored | None:
+        return restore(found, room, state=True, prefill_only=self._saving.prefill_only)
+
+    def _after(self, run: Run, done: int) -> None:
+        if run.recording is not None and done < len(run.tokens) and run.recording.wants(done):
+            run.recording.reached(run.caches, None, done)
+
+
+def open_session(
+    directory: str | os.PathLike[str] | None,
+    model: Any,
+    tokenizer: Any = None,
+    *,
+    path: str | None = None,
+    adapter: str | None = None,
+    identity: Mapping[str, Any] | None = None,
+    size: str | int = "20GiB",
+    interval: int | None = None,
+    durability: Durability = Durability.BARRIER,
+    prefill_step: int = 2048,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    quantized_kv_start: int = 0,
+    states: int = 1,
+    exact: bool = False,
+    strict: bool = False,
+    salt: bytes = b"",
+    extras: ExtrasHook | None = None,
+) -> Session:
+    """Open a cache directory for a loaded model. None keeps nothing, and computes in the same pieces.
+
+    path (as given to mlx_lm.load) or identity (any mapping that JSON can hold) says which weights these are; without
+    either the parameters in memory are hashed. The other arguments are those of ``kvstore serve``. Raises
+    UnsupportedModelError when the model cannot be cached, and whatever Store.open raises.
+    """
+    quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size, quantized_kv_start)
+    settings = Settings(
+        check_versions(), salt, quantization, prefill_step if strict else None, None if extras is None else extras.name
+    )
+
+    def identified() -> Mapping[str, Any]:
+        if identity is not None:
+            return {"identity": dict(identity)}
+        return identity_of(path, adapter, None) if path is not None else {"parameters": parameters_digest(model)}
+
+    store, space = None, None
+    if directory is None:
+        plan = plans_of(model, None, quantization)[0][1]
+    else:
+        store = Store.open(Path(directory).expanduser(), interval=interval, durability=durability)
+        try:
+            label = Path(path or "model").name
+            space = make_space(store, model, None, identity=identified, label=label, settings=settings)
+            plan = space.forms[0].plan
+        except BaseException:
+            store.close()
+            raise
+    return Session(
+        model,
+        tokenizer,
+        plan=plan,
+        store=store,
+        space=space,
+        budget=parse_size(size) if isinstance(size, str) else size,
+        step=prefill_step,
+        interval=store.interval if store is not None else interval or DEFAULT_INTERVAL,
+        saving=Saving(states, exact),
+        quantization=quantization,
+        extras=extras,
+    )
