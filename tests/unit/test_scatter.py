@@ -94,6 +94,16 @@ def test_a_span_lands_at_its_tokens_and_nowhere_else(files, monkeypatch, threads
         assert untouched == bytes([FILL]) * len(untouched)
 
 
+@pytest.mark.parametrize(("unit", "calls"), [(1, 3), (1 << 20, 1)])
+def test_tensors_of_a_short_span_share_a_call(files, monkeypatch, unit, calls):
+    """Each call lets go of the interpreter's lock, and beside a busy thread it takes milliseconds to get it back."""
+    monkeypatch.setattr(scatter_module, "UNIT_BYTES", unit)
+    seen = []
+    monkeypatch.setattr(scatter_module, "preadv_full", lambda *args: (seen.append(args), preadv_full(*args)))
+    assert scatter([files.open(span(TOKENS, 7, 20))], Target(Memory(), SPECS, 40), 2) == [None]
+    assert len(seen) == calls
+
+
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("tensor", range(len(SPECS)))
 def test_a_flipped_bit_of_any_tensor_is_damage(files, tensor, threads):

@@ -1,0 +1,152 @@
+"""Memory for copies on their way to the disk, used again and again.
+
+A chunk of an 8B model is 288 MiB. New memory for each costs more than the copy itself, because the first touch of a
+page is slow (`bench publish` measures both), and all of it is spent on the generation thread. So copies lie in one
+region that is as large as what may be queued, handed out first fit: the lowest addresses, which are warm, first. Only
+what was ever lent at once is resident, and all of it goes back to the system when nothing was lent for a while.
+
+Plain bytes, no MLX: lent on the generation thread, given back on the writer's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+__all__ = ["Loan", "Pool"]
+
+_PAGE = mmap.PAGESIZE
+_TOUCH_BYTES = 1 << 20
+
+
+class Loan:
+    """Some of a pool's memory, contiguous, until it is given back and nobody looks at it any more.
+
+    Copies are put into it one after the other: take gives the place of the next one.
+    """
+
+    def __init__(self, memory: Any) -> None:
+        self._view = memoryview(memory).cast("B")
+        self._size = self._view.nbytes
+        self._taken = 0
+        self._parts: list[memoryview] = []
+
+    def take(self, size: int) -> memoryview:
+        """The next size bytes; ValueError when so many were not lent."""
+        end = self._taken + size
+        if end > self._size:
+            raise ValueError(f"{size} bytes more than {self._taken} of the {self._size} that were lent")
+        part = self._view[self._taken : end]
+        self._taken = end
+        self._parts.append(part)
+        return part
+
+    def give_back(self) -> None:
+        """Let others use the memory. The parts can no longer be read: those would be somebody else's bytes.
+
+        What still looks at a part through an object of its own (numpy's) goes on seeing these, and they are lent again
+        when that is gone.
+        """
+        for part in self._parts:
+            part.release()
+        self._view.release()
+
+    def __del__(self) -> None:
+        """For a loan that was forgotten, when copying into it failed."""
+        self.give_back()
+
+
+class Pool:
+    """At most limit bytes, lent in pieces. phase: the address modulo 64 of each piece, see buffers.address_phase."""
+
+    def __init__(self, limit: int, phase: int = 0) -> None:
+        self._limit = -(-limit // _PAGE) * _PAGE
+        self._phase = phase
+        self._region: mmap.mmap | None = None
+        self._lent: dict[int, int] = {}
+        self._returned: deque[int] = deque()
+        self._touched = 0
+        self._lock = threading.Lock()
+
+    @property
+    def lent(self) -> int:
+        """Bytes that are lent just now, in whole pages."""
+        with self._lock:
+            self._settle()
+            return sum(end - begin for begin, end in self._lent.items())
+
+    @property
+    def resident(self) -> int:
+        """Bytes that were ever touched since the last trim: what the pool adds to the process at most."""
+        return self._touched
+
+    def lend(self, size: int) -> Loan | None:
+        """Memory for size bytes; None when that is not there now. Never waits.
+
+        While nothing is lent any size is granted: what is larger than the pool gets memory of its own.
+        """
+        need = -(-(size + self._phase) // _PAGE) * _PAGE
+        with self._lock:
+            self._settle()
+            if need > self._limit and self._lent:
+                return None
+            try:
+                if need > self._limit:
+                    region, begin = mmap.mmap(-1, need), 0
+                else:
+                    begin = next((at for at, end in self._gaps() if end - at >= need), -1)
+                    if begin < 0:
+                        return None
+                    self._region = self._region or mmap.mmap(-1, self._limit)
+                    region = self._region
+                    self._touched = max(self._touched, begin + need)
+            except OSError:
+                return None  # No address space; the caller's next boundary asks again.
+            self._lent[begin] = begin + need
+        memory = (ctypes.c_ubyte * size).from_buffer(region, begin + self._phase)
+        # Whatever looks at the memory, a view of a view too, holds this object: with it goes the last look.
+        weakref.finalize(memory, self._returned.append, begin).atexit = False
+        return Loan(memory)
+
+    def warm(self, size: int) -> None:
+        """Touch what the next size bytes will be lent from, a little at a time, so that the copy need not.
+
+        For another thread than the one that copies. Memory that is lent meanwhile is left alone.
+        """
+        end = min(-(-(size + self._phase) // _PAGE) * _PAGE, self._limit)
+        at = self._touched
+        while at < end:
+            stop = min(at + _TOUCH_BYTES, end)
+            with self._lock:
+                try:
+                    self._region = self._region or mmap.mmap(-1, self._limit)
+                except OSError:
+                    return
+                if not any(begin < stop and at < lent_end for begin, lent_end in self._lent.items()):
+                    with memoryview(self._region) as whole, whole[at:stop:_PAGE] as pages:
+                        pages[:] = bytes(pages.nbytes)
+                self._touched = max(self._touched, stop)
+            at = stop
+
+    def trim(self) -> None:
+        """Give all memory back to the system, unless some of it is lent."""
+        with self._lock:
+            self._settle()
+            if not self._lent:
+                self._region, self._touched = None, 0
+
+    def _gaps(self) -> Iterator[tuple[int, int]]:
+        """What is not lent, lowest first."""
+        ranges = [(0, 0), *sorted(self._lent.items()), (self._limit, self._limit)]
+        return ((end, begin) for (_, end), (begin, _) in pairwise(ranges))
+
+    def _settle(self) -> None:
+        """Note what came back. Under the lock; what comes back does not take it: that may be while it is held."""
+        while self._returned:
+            del self._lent[self._returned.popleft()]
