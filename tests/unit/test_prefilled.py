@@ -35,7 +35,9 @@ def test_a_prefix_ends_before_the_first_decoded_block(space, ends, found, border
     def allocate(specs, tokens):
         from kvstore.blocks import TensorBuffer
 
-        memory.update({each.name: TensorBuffer(memoryview(bytearray(each.span_bytes(tokens))), tokens) for each in specs})
+        memory.update(
+            {each.name: TensorBuffer(memoryview(bytearray(each.span_bytes(tokens))), tokens) for each in specs}
+        )
         return memory
 
     assert space.read(match, allocate).tokens == found
