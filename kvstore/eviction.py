@@ -10,8 +10,10 @@ The order has four rules.
 3. Before all that, tails that a longer sibling contains: a restore takes the sibling's first tokens instead, so losing
    them costs nothing. The sibling must be whole and used no less recently, and the tail must have no boundary state
    (that is a resume point which the sibling does not have).
-4. Never what was written or looked up within PROTECT_NS, what the caller protects, and what cannot be read: see young,
-   Policy and _Families.allowed.
+4. Never what was written or looked up just now, what the caller protects, what is too warm for what it would make room
+   for, and what cannot be read: see young, Policy and _Families.allowed.
+
+A server knows of uses that the files' times do not show (Policy.warmth); then the least warm goes first.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvstore.admission import Warmth
 from kvstore.context import Context
 from kvstore.marking import Marks
 from kvstore.scan import HashedFile, NodeFile
@@ -48,6 +51,9 @@ class Policy:
     size: bytes that the directory may take on disk, or with namespace, that this namespace's files may. min_free: bytes
     that should stay free on its file system. older_than_ns: nodes not used for that long go whatever the room.
     namespace: only this one's nodes may go. protect: manifest paths that must stay (any object with ``in``).
+    spare: bytes to free beyond size once it is passed, a tenth of it by default. protect_ns: what was written or looked
+    up this recently stays. warmth: what the caller knows of the nodes' uses; without it their files' times tell.
+    warm_ns: for size and min_free nothing of this warmth or more goes, but for tails that cost nothing.
     """
 
     size: int | None = None
@@ -56,18 +62,24 @@ class Policy:
     namespace: str | None = None
     dry_run: bool = False
     protect: Container[Path] = frozenset()
+    spare: int | None = None
+    protect_ns: int = PROTECT_NS
+    warmth: Warmth | None = None
+    warm_ns: int | None = None
 
 
 @dataclass(slots=True)
 class Plan:
     """victims: indices into the marks' nodes, in the order they must go. freed: bytes on disk this gives back.
 
-    horizon_ns: what was last used before this is among the victims, as far as its rules let it.
+    horizon_ns: what was last used before this is among the victims, as far as its rules let it. coldest_ns: no leaf
+    that stays is colder than this; None when no leaf stays.
     """
 
     victims: list[int] = field(default_factory=list)
     freed: int = 0
     horizon_ns: int = 0
+    coldest_ns: int | None = None
 
 
 def young(mtime_ns: int, ctime_ns: int, now_ns: int, window_ns: int) -> bool:
@@ -92,6 +104,7 @@ def choose(
     if plan.freed < need:
         families.take_contained(need)
         families.take(need)
+    plan.coldest_ns = families.coldest()
     return plan
 
 
@@ -111,6 +124,7 @@ class _Families:
         self._now = now_ns
         self.plan = Plan()
         self._taken: set[int] = set()
+        self._held: int | None = None
         self._dropped: Counter[bytes] = Counter()
         self._waiting: Counter[str] = Counter()
         self._kv: dict[str, int] = {}
@@ -142,15 +156,24 @@ class _Families:
             self._take(tail)
 
     def take(self, need: int) -> None:
-        """Take leaves, least recently used first, until need bytes are freed."""
-        while self._heap and self.plan.freed < need:
+        """Take leaves, least recently used first, until need bytes are freed or only warm ones are left."""
+        warm = self._policy.warm_ns
+        while self._heap and self.plan.freed < need and (warm is None or self._heap[0][0] < warm):
             used, index = heapq.heappop(self._heap)
             self.plan.horizon_ns = max(self.plan.horizon_ns, used)
             self._take(index)
 
+    def coldest(self) -> int | None:
+        """How warm the coldest leaf is that was not taken; at least, because some may have been taken since."""
+        left = [] if self._held is None else [self._held]
+        if self._heap:
+            left.append(self._heap[0][0])
+        return min(left, default=None)
+
     def _last_use(self, file: NodeFile) -> int:
-        """The mtime; one far in the future counts as the time the file came here."""
-        return file.mtime_ns if file.mtime_ns <= self._now + FUTURE_NS else min(file.ctime_ns, self._now)
+        """The mtime, or what the caller knows; one far in the future counts as the time the file came here."""
+        used = file.mtime_ns if file.mtime_ns <= self._now + FUTURE_NS else min(file.ctime_ns, self._now)
+        return used if self._policy.warmth is None else self._policy.warmth.of(file.key, used)
 
     def _pass_up(self) -> None:
         """Let every node be as recently used as what is below it: newest first, so that each is passed once."""
@@ -174,9 +197,13 @@ class _Families:
 
     def _take(self, index: int) -> None:
         """Plan to remove a manifest, and let what waited for it be taken. What must stay keeps its ancestors too."""
-        if index in self._taken or not self._allowed(index):
+        if index in self._taken:
             return
         node = self._marks.nodes[index]
+        if not self._allowed(index):
+            used = self._used[_name(node.file)]
+            self._held = used if self._held is None else min(self._held, used)
+            return
         self._taken.add(index)
         self.plan.victims.append(index)
         self.plan.freed += node.file.allocated
@@ -186,7 +213,7 @@ class _Families:
             if (
                 block is not None
                 and self._dropped[digest] == self._marks.named[digest]
-                and not young(block.mtime_ns, block.ctime_ns, self._now, PROTECT_NS)
+                and not young(block.mtime_ns, block.ctime_ns, self._now, self._policy.protect_ns)
             ):
                 self.plan.freed += block.allocated
         self._waiting[_above(node.file)] -= 1
@@ -213,7 +240,7 @@ class _Families:
         if file.kind == "state" and (beside := self._kv.get(_name(file))) is not None:
             used.append(self._marks.nodes[beside].file)
         return not any(
-            young(each.mtime_ns, each.ctime_ns, now, PROTECT_NS)
+            young(each.mtime_ns, each.ctime_ns, now, self._policy.protect_ns)
             or is_protected(self._context, self._policy, each.path(self._context.layout), now)
             for each in used
         )
@@ -242,7 +269,8 @@ def is_protected(context: Context, policy: Policy, path: Path, now_ns: int) -> b
 
     The latter beside the file's own times, because a lookup refreshes those at most once an hour.
     """
-    return path in policy.protect or now_ns - context.recent.get(path, now_ns - PROTECT_NS) < PROTECT_NS
+    window = policy.protect_ns
+    return path in policy.protect or now_ns - context.recent.get(path, now_ns - window) < window
 
 
 def _name(file: NodeFile) -> str:

@@ -64,8 +64,9 @@ class GcReport:
     no manifest named) included. staging, quarantined, tokenizations: removed. skipped: left because they changed since
     the mark. failed: could not be removed. waiting: blocks that no manifest names but that must stay for now. damaged:
     manifests whose references are unknown. foreign: files that are not kvstore's. unmet_bytes: still missing to what
-    the policy asked for. busy: another collection runs and nothing was done. error: one sentence, why it stopped; what
-    was removed until then is counted.
+    the policy asked for. coldest_ns: no leaf that was left is colder (see kvstore.admission); None when there is none.
+    busy: another collection runs and nothing was done. error: one sentence, why it stopped; what was removed until then
+    is counted.
     """
 
     dry_run: bool = False
@@ -75,6 +76,7 @@ class GcReport:
     after_bytes: int = 0
     freed_bytes: int = 0
     unmet_bytes: int = 0
+    coldest_ns: int | None = None
     nodes: int = 0
     states: int = 0
     blocks: int = 0
@@ -175,22 +177,24 @@ class _Collection:
         if need > 0:
             need -= self._remove_quarantined(found, need)
         plan = choose(self._context, marks, found.blocks, self._policy, need=need, now_ns=self._now)
+        self._report.coldest_ns = plan.coldest_ns
         self._pause("planned")
         self._remove_nodes(plan, found, marks)
         self._remove_tokenizations(found, plan)
         self._report.unmet_bytes, _ = self._missing()
 
     def _missing(self) -> tuple[int, int]:
-        """Bytes still to free until the policy is met, and until there is a tenth to spare.
+        """Bytes still to free until the policy is met, and until there is something to spare.
 
-        The tenth is for the next writes: without it each of them would set off a collection of its own.
+        That is for the next writes: without it each of them would set off a collection of its own.
         """
         policy, freed = self._policy, self._sweeper.freed
         unmet = need = 0
         if policy.size is not None:
             used = self._report.before_bytes - freed if policy.namespace is None else self._of_namespace
             if used > policy.size:
-                unmet, need = used - policy.size, used - policy.size * 9 // 10
+                spare = policy.size // 10 if policy.spare is None else policy.spare
+                unmet, need = used - policy.size, used - max(0, policy.size - spare)
         if policy.min_free is not None and self._free + freed < policy.min_free:
             unmet = max(unmet, policy.min_free - self._free - freed)
             need = max(need, policy.min_free * 11 // 10 - self._free - freed)
@@ -253,7 +257,11 @@ class _Collection:
                 self._sweeper.sync(self._context.layout.node_folder(*folder))
             self._pause("unnamed")
             self._remove_blocks(
-                [block for block in unnamed if not young(block.mtime_ns, block.ctime_ns, self._now, PROTECT_NS)]
+                [
+                    block
+                    for block in unnamed
+                    if not young(block.mtime_ns, block.ctime_ns, self._now, self._policy.protect_ns)
+                ]
             )
             self._of_namespace -= self._sweeper.freed - before
 

@@ -9,6 +9,7 @@ import pytest
 from core_support import open_store
 from gc_support import DAY, HOUR, SECOND, TENANT, ahead, manifests, prompt, publish, set_used, space_of, state
 
+from kvstore.admission import Warmth
 from kvstore.eviction import FUTURE_NS, GRACE_NS, PROTECT_NS, Policy, choose, young
 from kvstore.lookup import chunks
 from kvstore.marking import mark
@@ -52,6 +53,61 @@ def test_the_least_recently_used_conversation_goes_first(store):
         set_used(store.writer, space, prompt(40, seed), age)
     expected = [name for seed in (2, 3, 1) for name in names(space, prompt(40, seed))[::-1]]
     assert victims(store) == expected
+
+
+def keys(space, tokens) -> list[str]:
+    """What admission calls a prompt's nodes, root first."""
+    return [name.split("-")[2] for name in names(space, tokens)]
+
+
+def plan_of(store, policy, need=EVERYTHING):
+    found = scan(store.context)
+    marks = mark(store.context, found.nodes)
+    plan = choose(store.context, marks, found.blocks, policy, need=need, now_ns=store.context.clock())
+    return plan, [marks.nodes[index].file.file for index in plan.victims]
+
+
+def test_warmth_decides_where_the_files_times_do_not_show_the_uses(store):
+    space = space_of(store.writer)
+    for seed, age in ((1, 100), (2, 300)):
+        publish(space, prompt(40, seed))
+        set_used(store.writer, space, prompt(40, seed), age)
+    warmth = Warmth()
+    warmth.used(keys(space, prompt(40, 2)), time.time_ns() - 50 * SECOND)
+    expected = [name for seed in (1, 2) for name in names(space, prompt(40, seed))[::-1]]
+    assert victims(store, policy=Policy(warmth=warmth)) == expected
+
+
+def test_the_warm_stay_whatever_is_needed_and_the_coldest_of_them_is_told(store):
+    space = space_of(store.writer)
+    for seed, age in ((1, 100), (2, 300), (3, 200)):
+        publish(space, prompt(40, seed))
+        set_used(store.writer, space, prompt(40, seed), age)
+    limit = time.time_ns() - 150 * SECOND
+    plan, gone = plan_of(store, Policy(warm_ns=limit))
+    assert gone == [name for seed in (2, 3) for name in names(space, prompt(40, seed))[::-1]]
+    coldest = min(os.stat(step.path).st_mtime_ns for step in space.lookup(prompt(40, 1)).steps)
+    assert plan.coldest_ns == coldest > limit
+
+
+def test_the_coldest_that_stays_is_told_when_enough_was_freed_and_when_nothing_may_go(store):
+    space = space_of(store.writer)
+    for seed, age in ((1, 100), (2, 300)):
+        publish(space, prompt(10, seed))
+        set_used(store.writer, space, prompt(10, seed), age)
+    times = {seed: os.stat(space.lookup(prompt(10, seed)).steps[0].path).st_mtime_ns for seed in (1, 2)}
+    assert plan_of(store, Policy(), need=1)[0].coldest_ns == times[1]
+    everything = frozenset(path for path in manifests(store.path))
+    assert plan_of(store, Policy(protect=everything))[0].coldest_ns == times[2]
+    assert plan_of(store, Policy())[0].coldest_ns is None
+
+
+def test_who_knows_better_may_protect_for_a_shorter_time(tmp_path):
+    with open_store(tmp_path / "s") as store:
+        publish(space_of(store), prompt(40))
+        with ahead(tmp_path / "s", 11 * SECOND) as later:
+            assert victims(later) == []
+            assert len(victims(later, policy=Policy(protect_ns=10 * SECOND))) == 3
 
 
 def test_no_more_goes_than_is_needed(store):

@@ -85,6 +85,34 @@ def test_the_budget_is_met_with_a_tenth_to_spare_oldest_first(writer):
     assert left[-1] == 40
 
 
+def test_what_is_spared_is_the_callers_choice(writer):
+    fill(writer, 10)
+    budget = usage(writer.context) - 20_000
+    report = gc(writer.path, size=budget, spare=0)
+    assert budget - 8192 < report.after_bytes <= budget
+    assert gc(writer.path, size=budget, spare=10**9, protect_ns=HOUR * 2).nodes == 0
+    gc(writer.path, size=budget - 8192, spare=10**9)
+    assert manifests(writer.path) == []
+
+
+def test_the_coldest_that_was_left_is_reported(writer):
+    space = fill(writer, 10)
+    report = gc(writer.path, size=usage(writer.context) - 20_000, spare=0)
+    left = [path.stat().st_mtime_ns for path in manifests(writer.path)]
+    assert report.coldest_ns == min(left)
+    publish(space, prompt(40, 99))
+    assert gc(writer.path, size=0, warm_ns=min(left)).coldest_ns == min(left)
+    check_valid(writer.path)
+
+
+def test_a_short_protection_leaves_no_block_without_its_manifest(writer):
+    fill(writer)
+    publish(space_of(writer), prompt(40, 99))
+    report = gc(writer.path, 20 * SECOND, size=0, protect_ns=10 * SECOND)
+    assert manifests(writer.path) == blocks(writer.path) == []
+    assert report.nodes == 15
+
+
 def test_a_budget_that_is_met_removes_nothing(writer):
     fill(writer)
     report = gc(writer.path, size=usage(writer.context))
