@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -18,7 +18,7 @@ from kvstore_mlx.buffers import DTYPES, copy_rows, copy_whole
 from kvstore_mlx.codecs import Snapshot
 from kvstore_mlx.plan import Plan
 
-__all__ = ["EXTRA", "LOGITS", "Extras", "Live", "Rows", "state_of", "taken_apart"]
+__all__ = ["EXTRA", "LOGITS", "Extras", "ExtrasHook", "Live", "Rows", "state_of", "taken_apart"]
 
 LOGITS = "logits"
 """The name of next-token logits in a state: one row ``[vocabulary]`` of the model's own dtype."""
@@ -33,6 +33,24 @@ class Extras:
 
     tensors: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, Scalar] = field(default_factory=dict)
+
+
+class ExtrasHook(Protocol):
+    """What an engine attaches to each boundary, for example the pending prediction of a router.
+
+    name goes into the namespace: prefixes that were saved without these extras, or with another version of them, are
+    never restored. Both methods run on the generation thread.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name and version, such as ``prerouter/1``."""
+
+    def capture(self) -> Extras:
+        """What must come back, as it is now: the caches hold exactly the tokens of the boundary."""
+
+    def restore(self, extras: Extras | None) -> None:
+        """Take up what was captured at the restored boundary, or begin anew (None) when nothing was restored."""
 
 
 @dataclass(frozen=True)

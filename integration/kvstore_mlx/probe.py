@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-from kvstore_mlx.live import Live
+from kvstore_mlx.live import Extras, ExtrasHook, Live
 from kvstore_mlx.plan import Plan
 from kvstore_mlx.restoring import Restoring
 
@@ -28,18 +28,44 @@ _TOLERANCE = 1e-3
 memory. None was seen; a row in a wrong place gives differences of the order of the logits themselves."""
 
 
-def probe(make: Callable[[], list[Any]], forward: Forward) -> Plan:
+def probe(make: Callable[[], list[Any]], forward: Forward, extras: ExtrasHook | None = None) -> Plan:
     """The plan of a model. ValueError with a reason when its caches cannot be saved and restored."""
+    attached = _Attached(extras)
     caches = make()
     forward(_TOKENS, caches)
+    attached.keep()
     plan = Plan.of(make, caches)
     restored = _copied(plan, Live(plan, caches, None, len(_TOKENS)))
-    ours, theirs = forward([_NEXT], restored), forward([_NEXT], caches)
+    ours = forward([_NEXT], restored)
+    attached.put_back()
+    theirs = forward([_NEXT], caches)
     mx.eval(ours, theirs)
+    attached.reset()
     difference, largest = (float(mx.abs(each).max().astype(mx.float32)) for each in (ours - theirs, theirs))
     if not difference <= _TOLERANCE * max(largest, 1e-30):
         raise ValueError(f"its restored caches compute other logits (by {difference:.3g})")
     return plan
+
+
+class _Attached:
+    """What an engine keeps beside its caches, put back before each of two passes that must be alike."""
+
+    def __init__(self, hook: ExtrasHook | None) -> None:
+        self._hook = hook
+        self._kept = Extras()
+        self.reset()
+
+    def keep(self) -> None:
+        if self._hook is not None:
+            self._kept = self._hook.capture()
+
+    def put_back(self) -> None:
+        if self._hook is not None:
+            self._hook.restore(self._kept)
+
+    def reset(self) -> None:
+        if self._hook is not None:
+            self._hook.restore(None)
 
 
 def _copied(plan: Plan, live: Live) -> list[Any]:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
@@ -31,7 +31,7 @@ from kvstore_mlx.fingerprint import Quantization, identity_of
 from kvstore_mlx.forms import ModelSpace
 from kvstore_mlx.generation import Run, answer
 from kvstore_mlx.housekeeping import Housekeeping
-from kvstore_mlx.live import Extras
+from kvstore_mlx.live import ExtrasHook
 from kvstore_mlx.plan import Plan
 from kvstore_mlx.prefill import pieces, prefill
 from kvstore_mlx.recording import Recording
@@ -42,24 +42,6 @@ from kvstore_mlx.weights import parameters_digest
 from kvstore_mlx.writer import Writer
 
 __all__ = ["ExtrasHook", "Run", "Session", "open_session"]
-
-
-class ExtrasHook(Protocol):
-    """What an engine attaches to each boundary, for example the pending prediction of a router.
-
-    name goes into the namespace: prefixes that were saved without these extras, or with another version of them, are
-    never restored. Both methods run on the generation thread.
-    """
-
-    @property
-    def name(self) -> str:
-        """Name and version, such as ``prerouter/1``."""
-
-    def capture(self) -> Extras:
-        """What must come back, as it is now: the caches hold exactly the tokens of the boundary."""
-
-    def restore(self, extras: Extras | None) -> None:
-        """Take up what was captured at the restored boundary, or begin anew (None) when nothing was restored."""
 
 
 class Session:
@@ -292,9 +274,7 @@ def open_session(
     UnsupportedModelError when the model cannot be cached, and whatever Store.open raises.
     """
     quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size, quantized_kv_start)
-    settings = Settings(
-        check_versions(), salt, quantization, prefill_step if strict else None, None if extras is None else extras.name
-    )
+    settings = Settings(check_versions(), salt, quantization, prefill_step if strict else None, extras)
 
     def identified() -> Mapping[str, Any]:
         if identity is not None:
@@ -303,7 +283,7 @@ def open_session(
 
     store, space = None, None
     if directory is None:
-        plan = plans_of(model, None, quantization)[0][1]
+        plan = plans_of(model, None, quantization, extras)[0][1]
     else:
         store = Store.open(Path(directory).expanduser(), interval=interval, durability=durability)
         try:

@@ -19,6 +19,7 @@ from kvstore.store import Store
 from kvstore_mlx.buffers import address_phase
 from kvstore_mlx.fingerprint import Quantization, describe, identity_of
 from kvstore_mlx.forms import Form, ModelSpace
+from kvstore_mlx.live import ExtrasHook
 from kvstore_mlx.plan import Plan, unknown_classes
 from kvstore_mlx.probe import probe
 
@@ -39,7 +40,7 @@ class Settings:
     salt: bytes = b""
     quantization: Quantization | None = None
     strict_step: int | None = None
-    extras: str | None = None
+    extras: ExtrasHook | None = None
 
 
 class Spaces:
@@ -93,7 +94,7 @@ def make_space(
     settings: Settings,
 ) -> ModelSpace:
     """The space of a loaded model; raises UnsupportedModelError when it cannot be cached."""
-    plans = plans_of(model, draft, settings.quantization)
+    plans = plans_of(model, draft, settings.quantization, settings.extras)
     known = identity()
     forms = []
     for quantized, plan in plans:
@@ -106,14 +107,16 @@ def make_space(
             quantization=settings.quantization,
             quantized=quantized,
             strict_step=settings.strict_step,
-            extras=settings.extras,
+            extras=None if settings.extras is None else settings.extras.name,
         )
         least = settings.quantization.start if settings.quantization is not None and quantized else 0
         forms.append(Form(plan, store.namespace(info), least, settings.extras is not None))
     return ModelSpace(tuple(forms), label)
 
 
-def plans_of(model: Any, draft: Any, quantization: Quantization | None) -> list[tuple[bool, Plan]]:
+def plans_of(
+    model: Any, draft: Any, quantization: Quantization | None, extras: ExtrasHook | None
+) -> list[tuple[bool, Plan]]:
     """The forms of a model's caches, plain before quantized; raises UnsupportedModelError."""
 
     def make() -> list[Any]:
@@ -144,11 +147,11 @@ def plans_of(model: Any, draft: Any, quantization: Quantization | None) -> list[
     if draft is not None and quantization is not None:
         raise UnsupportedModelError("with a draft model the engine loses track of caches that --kv-bits quantizes")
     try:
-        plans = [(False, probe(make, forward))]
+        plans = [(False, probe(make, forward, extras))]
         if draft is not None and plans[0][1].stateful:
             raise UnsupportedModelError("a draft model needs caches that can be cut at any token")
         if quantization is not None:
-            plans.append((True, probe(make_quantized, forward)))
+            plans.append((True, probe(make_quantized, forward, extras)))
     except (ValueError, NotImplementedError) as error:
         raise UnsupportedModelError(str(error)) from error
     return plans
