@@ -1,0 +1,143 @@
+"""What pays: a line through the restores, a median of the prefills, and neither before they were measured."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from kvstore_mlx.breakeven import BreakEven
+
+MIN = 64
+KIB = 1024
+GB = 1e9
+
+
+def prefill(gate, rate, times=9, tokens=500, now=0.0):
+    for _ in range(times):
+        gate.observe_prefill(tokens, tokens / rate, now)
+
+
+def restores(gate, fixed, bandwidth, per_token=100 * KIB, lengths=(200, 500, 900, 2000, 4000, 9000), now=0.0):
+    for tokens in lengths:
+        size = tokens * per_token
+        gate.observe_restore(size, tokens, fixed + size / bandwidth, now)
+
+
+def measured(rate=1000.0, fixed=0.05, bandwidth=2 * GB, **more):
+    gate = BreakEven()
+    prefill(gate, rate)
+    restores(gate, fixed, bandwidth, **more)
+    return gate
+
+
+def test_before_anything_is_measured_a_constant_decides():
+    gate = BreakEven()
+    assert gate.min_tokens(0) == MIN
+    assert gate.worth_restoring(MIN, 1 << 40, 0)
+    assert gate.worth_saving(MIN, 0)
+    assert not gate.worth_restoring(MIN - 1, 1, 0)
+    assert not gate.worth_saving(MIN - 1, 0)
+
+
+@pytest.mark.parametrize("known", ["prefills", "restores", "too few of both"])
+def test_one_kind_of_measurement_or_a_few_of_both_change_nothing(known):
+    gate = BreakEven()
+    if known == "prefills":
+        prefill(gate, 1e9)
+    elif known == "restores":
+        restores(gate, 10, 1)
+    else:
+        prefill(gate, 1e9, times=4)
+        restores(gate, 10, 1)
+    assert gate.min_tokens(0) == MIN
+    assert gate.worth_restoring(MIN, 1 << 40, 0)
+
+
+def test_the_break_even_length_is_where_both_cost_the_same():
+    # 0.05 s and 100 KiB a token at 2 GB/s against 1 ms a token: 0.05 / (1e-3 - 51.2e-6) = 52.7; at half a second 527.
+    assert measured(fixed=0.05).min_tokens(0) == MIN
+    gate = measured(fixed=0.5)
+    assert gate.min_tokens(0) == 527
+    assert not gate.worth_restoring(526, 526 * 100 * KIB, 0)
+    assert gate.worth_restoring(527, 527 * 100 * KIB, 0)
+    assert not gate.worth_saving(526, 0)
+    assert gate.worth_saving(527, 0)
+    assert gate.worth_restoring(527, 0, 0), "as many bytes a token as the last restores"
+    assert not gate.worth_restoring(526, 0, 0)
+
+
+def test_what_memory_has_already_is_read_for_nothing():
+    gate = measured(fixed=0.01, bandwidth=0.2 * GB)
+    size = 8000 * 100 * KIB  # 4.1 s
+    assert gate.worth_restoring(8000, size, 0)
+    assert not gate.worth_restoring(2000, size, 0)
+
+
+def test_when_reading_costs_more_than_computing_nothing_pays():
+    gate = measured(rate=50_000.0, bandwidth=1 * GB)
+    assert not gate.worth_restoring(1 << 20, (1 << 20) * 100 * KIB, 0)
+    assert not gate.worth_saving(1 << 20, 0)
+    assert "does not pay" in gate.describe(0)
+
+
+def test_outliers_change_little():
+    gate = measured(fixed=0.5)
+    for _ in range(3):
+        gate.observe_prefill(500, 300.0, 0)
+        gate.observe_restore(1000 * 100 * KIB, 1000, 60.0, 0)
+    assert 400 < gate.min_tokens(0) < 700
+
+
+def test_noise_changes_little():
+    random.seed(3)
+    gate = BreakEven()
+    for _ in range(24):
+        gate.observe_prefill(500, 0.5 * random.uniform(0.7, 1.3), 0)
+        tokens = random.choice((300, 1000, 3000, 8000))
+        gate.observe_restore(tokens * 100 * KIB, tokens, (0.5 + tokens * 51.2e-6) * random.uniform(0.9, 1.1), 0)
+    assert 400 < gate.min_tokens(0) < 700
+
+
+def test_restores_of_one_size_are_put_down_to_their_bytes():
+    gate = BreakEven()
+    prefill(gate, 1000)
+    restores(gate, 0.1, 2 * GB, lengths=(1000,) * 9)
+    assert gate.min_tokens(0) == MIN, "nothing is known of a fixed cost, so nothing short is refused for it"
+    assert gate.worth_restoring(1000, 1000 * 100 * KIB, 0)
+
+
+def test_measurements_are_forgotten_so_that_a_shut_gate_opens_again():
+    gate = measured(rate=50_000.0, bandwidth=0.1 * GB)
+    assert not gate.worth_restoring(4000, 4000 * 100 * KIB, 3599)
+    assert gate.worth_restoring(4000, 4000 * 100 * KIB, 3601)
+    assert gate.min_tokens(3601) == MIN
+
+
+def test_what_cannot_have_happened_is_left_out():
+    gate = measured(fixed=0.5)
+    for _ in range(24):
+        gate.observe_prefill(500, 0.0, 0)
+        gate.observe_prefill(500, float("inf"), 0)
+        gate.observe_prefill(MIN - 1, 1e-9, 0)
+        gate.observe_restore(0, 500, 1.0, 0)
+        gate.observe_restore(500, 0, 1.0, 0)
+        gate.observe_restore(500, 500, float("nan"), 0)
+    assert gate.min_tokens(0) == 527
+
+
+def test_a_length_of_the_users_own_is_what_decides():
+    gate = BreakEven(200)
+    prefill(gate, 1e9)
+    restores(gate, 10, 1)
+    assert gate.min_tokens(0) == 200
+    assert gate.worth_restoring(200, 1 << 40, 0)
+    assert not gate.worth_restoring(199, 1, 0)
+    assert BreakEven(0).worth_restoring(1, 1, 0)
+    assert "from 200 tokens" in gate.describe(0)
+
+
+def test_what_is_known_can_be_said():
+    said = measured(fixed=0.5).describe(0)
+    assert "1000 tokens/s" in said
+    assert "500.0 ms and 2.00 GB/s" in said
+    assert "from 527 tokens" in said
