@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from kvstore_mlx.breakeven import BreakEven
 
 MIN = 64
