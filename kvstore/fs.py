@@ -95,15 +95,8 @@ class FileSystem:
         """Make a file's data durable before the rename that publishes it."""
         if self.durability is Durability.NONE:
             return
-        if sys.platform == "darwin":  # pragma: no cover - exercised on macOS only
-            command = fcntl.F_FULLFSYNC if self.durability is Durability.FULL else _F_BARRIERFSYNC
-            try:
-                fcntl.fcntl(fd, command)
-            except OSError as error:
-                # Network and FAT volumes have neither; plain fsync is all they offer.
-                if error.errno not in _NOT_SUPPORTED:
-                    raise
-                os.fsync(fd)
+        if sys.platform == "darwin":
+            _sync_on_macos(fd, fcntl.F_FULLFSYNC if self.durability is Durability.FULL else _F_BARRIERFSYNC)
         else:
             os.fdatasync(fd)
 
@@ -113,7 +106,11 @@ class FileSystem:
             return
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(fd)
+            if sys.platform == "darwin" and self.durability is Durability.FULL:
+                # fsync there leaves a name in the drive's cache, and a full publish has promised the medium.
+                _sync_on_macos(fd, fcntl.F_FULLFSYNC)
+            else:
+                os.fsync(fd)
         except OSError as error:
             if error.errno not in _NOT_SUPPORTED:
                 raise
@@ -189,6 +186,16 @@ class FileSystem:
             return data, status
         finally:
             os.close(fd)
+
+
+def _sync_on_macos(fd: int, command: int) -> None:
+    """F_BARRIERFSYNC or F_FULLFSYNC. Network and FAT volumes have neither; plain fsync is all they offer."""
+    try:
+        fcntl.fcntl(fd, command)
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise
+        os.fsync(fd)
 
 
 def allocated_bytes(status: os.stat_result) -> int:

@@ -90,6 +90,28 @@ def test_barrier_and_full_sync_data_and_entries(tmp_path, syncs, durability):
 
 
 @linux_only
+@pytest.mark.parametrize("supported", [True, False])
+@pytest.mark.parametrize(
+    ("durability", "expected"),
+    [(Durability.BARRIER, ["barrier", "fsync"]), (Durability.FULL, ["full", "full"])],
+)
+def test_which_calls_macos_gets(tmp_path, monkeypatch, syncs, durability, expected, supported):
+    """Shown here by pretending; what the calls do there was never tried."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(fs_module.fcntl, "F_FULLFSYNC", 51, raising=False)
+
+    def control(fd: int, command: int) -> int:
+        if not supported:
+            raise OSError(errno.ENOTSUP, "not supported")
+        syncs.append({51: "full", 85: "barrier"}[command])
+        return 0
+
+    monkeypatch.setattr(fs_module.fcntl, "fcntl", control)
+    sync_both(FileSystem(durability), tmp_path)
+    assert syncs == (expected if supported else ["fsync", "fsync"])
+
+
+@linux_only
 def test_a_new_folder_is_synced_into_its_parent(tmp_path, syncs):
     FileSystem().make_dir(tmp_path / "folder")
     assert syncs == ["fsync"]
