@@ -3,12 +3,13 @@
 
 PY := .venv/bin/python
 
-.PHONY: help demo test soak lint bench bench-quick setup clean
+.PHONY: help demo test soak reliability lint bench bench-quick setup clean
 
 help:
 	@echo "make demo    a coding-review conversation on a real model: disabled, first write, repeat, restart"
 	@echo "make test    every test but the long ones, and lint"
-	@echo "make soak    the long tests"
+	@echo "make soak    the long tests: about an hour"
+	@echo "make reliability  what make test and make soak counted, into docs/reliability.md"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   every benchmark against the limit of this machine; BENCH='restore --help' for one of them"
 	@echo "make bench-quick  the core of them in less than five minutes: build/bench/quick.json"
@@ -28,6 +29,9 @@ test: lint
 
 soak: .venv/.ready
 	KVSTORE_RECORD=build/reliability LD_PRELOAD="$$($(PY) tools/fast_blas.py)" $(PY) -m pytest -m soak $(TESTS)
+
+reliability: .venv/.ready
+	$(PY) tools/reliability_table.py --write
 
 lint: .venv/.ready
 	$(PY) -m ruff check .

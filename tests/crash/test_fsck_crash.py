@@ -116,7 +116,8 @@ def check(root: Path, kept: set[str]) -> None:
 
 
 @pytest.mark.parametrize("durability", [Durability.BARRIER, Durability.NONE])
-def test_a_repair_can_end_anywhere(tmp_path, durability):
+def test_a_repair_can_end_anywhere(tmp_path, durability, record_property):
+    record_property("what", "Repair: stopped after each call, and what each kind of disk keeps")
     source = prepare(tmp_path / "source")
     kept = whole(source)
     root = copy(source, tmp_path / "run")
@@ -125,6 +126,8 @@ def test_a_repair_can_end_anywhere(tmp_path, durability):
     assert total > 20
     # Without syncing, a power cut may lose anything; a killed process still must not.
     survivals = SURVIVALS if durability is Durability.BARRIER else ["all"]
+    record_property("points", total)
+    record_property("disks", total * len(survivals))
     for how in survivals:
         target = fs.disk.survive(how, tmp_path / how)
         assert run(target, read_data=True).exit_code == ExitCode.CLEAN, "what was reported as done is not durable"

@@ -119,7 +119,8 @@ def check(root: Path, kept: set[str], *, parents: bool) -> None:
 
 
 @pytest.mark.parametrize("durability", [Durability.BARRIER, Durability.NONE])
-def test_a_collection_can_end_anywhere(tmp_path, durability):
+def test_a_collection_can_end_anywhere(tmp_path, durability, record_property):
+    record_property("what", "Collection: stopped after each call, and what each kind of disk keeps")
     source = prepare(tmp_path / "source")
     root = copy(source, tmp_path / "run")
     with ahead(root, LATER) as store:
@@ -133,6 +134,8 @@ def test_a_collection_can_end_anywhere(tmp_path, durability):
     # Without syncing, a power cut may lose anything; a killed process still must not.
     # (A collection writes no data, so of the power cuts only those that concern names matter.)
     power_cuts = [SURVIVALS[-1], "manifests come back"] if durability is Durability.BARRIER else []
+    record_property("points", total)
+    record_property("disks", total * (1 + len(power_cuts)))
     for limit in range(total):
         root = copy(source, tmp_path / "run")
         fs = run(root, durability, limit, budget)

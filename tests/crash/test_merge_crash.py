@@ -99,7 +99,8 @@ def check(source: Path, root: Path) -> None:
 
 
 @pytest.mark.parametrize("durability", [Durability.BARRIER, Durability.NONE])
-def test_a_merge_can_end_anywhere(folder, durability):
+def test_a_merge_can_end_anywhere(folder, durability, record_property):
+    record_property("what", "Merge: stopped after each call, and what each kind of disk keeps")
     source, target = prepare(folder)
     before = snapshot(source)
     root = copy(target, folder / "run")
@@ -109,6 +110,8 @@ def test_a_merge_can_end_anywhere(folder, durability):
     check(source, root)
     # Without syncing, a power cut may lose anything; a killed process still must not.
     survivals = SURVIVALS[1:] if durability is Durability.BARRIER else SURVIVALS[:1]
+    record_property("points", len(calls))
+    record_property("disks", len(calls) * len(survivals))
     seen: set[int] = set()
     counted: set[int] = set()
     for limit in range(len(calls)):

@@ -72,6 +72,7 @@ class Healing(Growing):
         super().run(space)
 
 
+FAULTS = "Publish, each call of it failing in turn"
 SCENARIOS = {"fresh": Fresh(), "growing tail": Growing(), "healing": Healing()}
 
 
@@ -146,9 +147,12 @@ def every_limit(scenario: Fresh, folder: Path, durability: Durability) -> list[s
 
 
 @pytest.mark.parametrize("durability", [Durability.BARRIER, Durability.NONE])
-def test_a_crash_after_any_call_loses_nothing_that_was_there(folder, scenario, durability):
+def test_a_crash_after_any_call_loses_nothing_that_was_there(folder, scenario, durability, record_property):
+    record_property("what", "Publish: stopped after each call, and what each kind of disk keeps")
     calls = every_limit(scenario, folder, durability)
     checked: dict[tuple, int] = {}
+    record_property("points", len(calls) + 1)
+    record_property("disks", (len(calls) + 1) * len(SURVIVALS))
     for limit in range(len(calls) + 1):
         here = folder / str(limit)
         fs = attempt(scenario, here, durability, limit)
@@ -172,7 +176,8 @@ def test_a_crash_after_any_call_loses_nothing_that_was_there(folder, scenario, d
     [(errno.EIO, False), (errno.EACCES, False), (errno.EMFILE, False), (errno.ENOSPC, True), (errno.EROFS, True)],
     ids=["EIO once", "EACCES once", "EMFILE once", "ENOSPC from then on", "EROFS from then on"],
 )
-def test_an_error_of_any_call_is_one_of_ours_and_loses_nothing(folder, scenario, code, lasting):
+def test_an_error_of_any_call_is_one_of_ours_and_loses_nothing(folder, scenario, code, lasting, record_property):
+    record_property("what", FAULTS)
     calls = every_limit(scenario, folder, Durability.NONE)
     failed = 0
     checked: set[tuple] = set()
@@ -193,6 +198,7 @@ def test_an_error_of_any_call_is_one_of_ours_and_loses_nothing(folder, scenario,
             raise
         shutil.rmtree(root.parent)
         shutil.rmtree(disk.shadow)
+    record_property("faults", len(calls))
     assert failed > len(calls) // 2
 
 

@@ -86,7 +86,8 @@ def check(root: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("durability", [Durability.BARRIER, Durability.NONE])
-def test_a_repack_can_end_anywhere(folder, durability):
+def test_a_repack_can_end_anywhere(folder, durability, record_property):
+    record_property("what", "Repack: stopped after each call, and what each kind of disk keeps")
     source = prepare(folder / "source")
     size = named_bytes(source)
     root = copy(source, folder / "run")
@@ -97,6 +98,8 @@ def test_a_repack_can_end_anywhere(folder, durability):
     states: set[tuple[int, ...]] = set()
     # Without syncing, a power cut may lose anything; a killed process still must not.
     survivals = SURVIVALS[1:] if durability is Durability.BARRIER else SURVIVALS[:1]
+    record_property("points", len(calls))
+    record_property("disks", len(calls) * len(survivals))
     seen: set[int] = set()
     for limit in range(len(calls)):
         root = copy(source, folder / "run")
@@ -168,13 +171,16 @@ def check_grown(root: Path) -> None:
 
 
 @pytest.mark.parametrize("durability", [Durability.BARRIER, Durability.NONE])
-def test_dropping_tails_can_end_anywhere(folder, durability):
+def test_dropping_tails_can_end_anywhere(folder, durability, record_property):
+    record_property("what", "Repack: stopped after each call, and what each kind of disk keeps")
     source = grown(folder / "source")
     root = copy(source, folder / "run")
     calls = run_later(root, durability, 1 << 30).calls
     assert counts(root) == GROWN_JOINED
     assert calls.count("unlink") == 3
     survivals = SURVIVALS if durability is Durability.BARRIER else SURVIVALS[:1]
+    record_property("points", len(calls))
+    record_property("disks", len(calls) * len(survivals))
     seen: set[int] = set()
     for limit in range(len(calls)):
         root = copy(source, folder / "run")

@@ -196,15 +196,20 @@ def count_calls(operation: Operation, base: Path, place: Path) -> int:
         return len(fault.calls)
 
 
+WHAT = "Every operation, each of its calls failing in turn"
+
+
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-def test_a_call_through_the_seam_fails(base, place, operation, lasting):
+def test_a_call_through_the_seam_fails(base, place, operation, lasting, record_property):
     calls = count_calls(operation, base, place)
     assert calls
+    tried = 0
     for at in range(calls):
         for number, name in enumerate(ERRORS):
             if (at + number) % 2 and not lasting:
                 continue  # every second pair, to be quick
+            tried += 1
             fault = Fault(error=getattr(errno, name), lasting=lasting)
             with open_base(base, place, fault) as store:
                 fault.calls.clear()
@@ -213,6 +218,8 @@ def test_a_call_through_the_seam_fails(base, place, operation, lasting):
                     attempt(operation, store)
                     look(store)
                     afterwards(operation, store, fault)
+    record_property("what", WHAT)
+    record_property("faults", tried)
 
 
 class naming:  # noqa: N801 - reads as a statement
@@ -251,7 +258,7 @@ def test_the_directory_vanishes_at_a_call(base, place, operation, empty):
 
 @pytest.mark.parametrize("name", ["EIO", "EACCES", "EMFILE", "ENOSPC", "ESTALE"])
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-def test_any_system_call_fails(base, place, operation, name):
+def test_any_system_call_fails(base, place, operation, name, record_property):
     """Those that are not made through the seam, too: stat, listdir, what the lock does."""
     at = 0
     while True:
@@ -262,9 +269,11 @@ def test_any_system_call_fails(base, place, operation, name):
                 with system_faults(fault):
                     attempt(operation, store)
                 if len(fault.calls) <= at:
-                    return
+                    break
                 afterwards(operation, store, fault)
         at += 1
+    record_property("what", WHAT)
+    record_property("faults", at)
 
 
 def open_new(place: Path, fault: Fault) -> Store:
