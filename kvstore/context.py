@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from kvstore.fs import FileSystem
 from kvstore.keys import Key, root_key
-from kvstore.layout import Layout
+from kvstore.layout import NAME_KEY_BYTES, Layout
 from kvstore.namespace import NamespaceInfo
 
 __all__ = ["Clock", "Context", "Counters", "Owner", "Space", "Staging", "this_process"]
@@ -192,7 +192,7 @@ class Space:
     @cached_property
     def id(self) -> str:
         """The namespace's folder name."""
-        return self.info.id
+        return self.fingerprint[:NAME_KEY_BYTES].hex()
 
     @cached_property
     def nodes(self) -> str:

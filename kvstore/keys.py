@@ -50,7 +50,7 @@ RUNGS = (64, 256, 1024)
 child that shares most tokens with a prompt without opening every candidate. 64 is the shortest overlap worth restoring;
 each step is four times the one before, so the best candidates are ordered well enough with three hashes."""
 
-_RUNG_SIZES = tuple((rung, rung * TOKEN_BYTES) for rung in RUNGS)
+_RUNG_SIZES = tuple(rung * TOKEN_BYTES for rung in RUNGS)
 _RUNG_BITS = 24
 _RUNG_MASK = (1 << _RUNG_BITS) - 1
 
@@ -122,12 +122,11 @@ def rungs(packed_chunk: Buffer, count: int) -> str:
 
     A hint for choosing candidates only: tokens are compared before anything is served.
     """
-    bits = 0
-    for rung, size in _RUNG_SIZES:
-        bits <<= _RUNG_BITS
-        if rung <= count:
-            bits |= xxh3_64_intdigest(packed_chunk[:size]) & _RUNG_MASK
-    return f"{bits:018x}"
+    # Written out, because a lookup does this once a chunk and a loop over RUNGS takes twice as long.
+    one = xxh3_64_intdigest(packed_chunk[: _RUNG_SIZES[0]]) & _RUNG_MASK if count >= RUNGS[0] else 0
+    two = xxh3_64_intdigest(packed_chunk[: _RUNG_SIZES[1]]) & _RUNG_MASK if count >= RUNGS[1] else 0
+    three = xxh3_64_intdigest(packed_chunk[: _RUNG_SIZES[2]]) & _RUNG_MASK if count >= RUNGS[2] else 0
+    return f"{one << 2 * _RUNG_BITS | two << _RUNG_BITS | three:018x}"
 
 
 def block_digest(parts: Iterable[Buffer]) -> bytes:
