@@ -28,7 +28,7 @@ import platformdirs
 
 from kvstore_mlx.inplace import hollow, view_of
 
-__all__ = ["SAFE_ENV", "Answer", "Notes", "answer", "check", "machine_key"]
+__all__ = ["SAFE_ENV", "Answer", "Notes", "answer", "check", "device", "machine_key"]
 
 log = logging.getLogger("kvstore")
 
@@ -68,13 +68,15 @@ def answer() -> Answer:
 
 def machine_key() -> str:
     """What an answer holds for: the version of MLX, the device it computes on, and the machine."""
-    device: dict[str, Any] = {}
+    return " | ".join([f"mlx {version('mlx')}", device(), platform.node(), platform.platform()])
+
+
+def device() -> str:
+    """What MLX computes on, for people and keys."""
+    info: dict[str, Any] = {}
     with suppress(Exception):  # Not all versions and backends have it; what they lack tells nothing apart.
-        device = mx.device_info()
-    name = device.get("device_name") or device.get("architecture") or ""
-    return " | ".join(
-        [f"mlx {version('mlx')}", f"{mx.default_device()} {name}".strip(), platform.node(), platform.platform()]
-    )
+        info = mx.device_info()
+    return f"{mx.default_device()} {info.get('device_name', '')}".strip()
 
 
 def check() -> Answer:
