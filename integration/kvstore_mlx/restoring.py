@@ -94,8 +94,10 @@ class Restoring:
             self.arrays = {}
         elif not self.arrays:
             raise ValueError("the blocks of a prefix hold no tensors")
+        # As many rows as the others have: the engine looks at one tensor's to know the room in all of them.
+        capacity = max((array.shape[2] for array in self.arrays.values()), default=tokens)
         hollow = {
-            part.name: (part.dtype, (1, part.heads, tokens, *part.inner))
+            part.name: (part.dtype, (1, part.heads, capacity, *part.inner))
             for part in self._plan.parts
             if not part.stored
         }
