@@ -274,35 +274,10 @@ def open_session(
     UnsupportedModelError when the model cannot be cached, and whatever Store.open raises.
     """
     quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size, quantized_kv_start)
-    settings = Settings(check_versions(), salt, quantization, prefill_step if strict else None, extras)
-
-    def identified() -> Mapping[str, Any]:
-        if identity is not None:
-            return {"identity": dict(identity)}
-        return identity_of(path, adapter, None) if path is not None else {"parameters": parameters_digest(model)}
-
-    store, space = None, None
-    if directory is None:
-        plan = plans_of(model, None, quantization, extras)[0][1]
-    else:
-        store = Store.open(Path(directory).expanduser(), interval=interval, durability=durability)
-        try:
-            label = Path(path or "model").name
-            space = make_space(store, model, None, identity=identified, label=label, settings=settings)
-            plan = space.forms[0].plan
-        except BaseException:
-            store.close()
-            raise
-    return Session(
-        model,
-        tokenizer,
-        plan=plan,
-        store=store,
-        space=space,
-        budget=parse_size(size) if isinstance(size, str) else size,
-        step=prefill_step,
-        interval=store.interval if store is not None else interval or DEFAULT_INTERVAL,
-        saving=Saving(states, exact),
+    settings = Settings(
+        check_versions(),
+        salt=salt,
         quantization=quantization,
+        strict_step=prefill_step if strict else None,
         extras=extras,
     )

@@ -23,7 +23,7 @@ from kvstore_mlx.live import ExtrasHook
 from kvstore_mlx.plan import Plan, unknown_classes
 from kvstore_mlx.probe import probe
 
-__all__ = ["Settings", "Spaces", "UnsupportedModelError", "make_space"]
+__all__ = ["Settings", "Spaces", "UnsupportedModelError", "make_caches", "make_space", "plans_of"]
 
 log = logging.getLogger("kvstore")
 
@@ -34,12 +34,13 @@ class UnsupportedModelError(KVStoreError):
 
 @dataclass(frozen=True)
 class Settings:
-    """What of an engine's and kvstore's settings decides the namespace."""
+    """What of an engine's and kvstore's settings decides the namespace. window: --max-kv-size of the engine."""
 
     versions: Mapping[str, str]
     salt: bytes = b""
     quantization: Quantization | None = None
     strict_step: int | None = None
+    window: int | None = None
     extras: ExtrasHook | None = None
 
 
@@ -94,7 +95,7 @@ def make_space(
     settings: Settings,
 ) -> ModelSpace:
     """The space of a loaded model; raises UnsupportedModelError when it cannot be cached."""
-    plans = plans_of(model, draft, settings.quantization, settings.extras)
+    plans = plans_of(model, draft, settings)
     known = identity()
     forms = []
     for quantized, plan in plans:
@@ -114,14 +115,18 @@ def make_space(
     return ModelSpace(tuple(forms), label)
 
 
-def plans_of(
-    model: Any, draft: Any, quantization: Quantization | None, extras: ExtrasHook | None
-) -> list[tuple[bool, Plan]]:
+def make_caches(model: Any, draft: Any, window: int | None) -> list[Any]:
+    """Fresh caches as the engine makes them, the draft model's after the model's."""
+    caches: list[Any] = make_prompt_cache(model, window)
+    return caches if draft is None else caches + make_prompt_cache(draft)
+
+
+def plans_of(model: Any, draft: Any, settings: Settings) -> list[tuple[bool, Plan]]:
     """The forms of a model's caches, plain before quantized; raises UnsupportedModelError."""
+    quantization, extras = settings.quantization, settings.extras
 
     def make() -> list[Any]:
-        caches: list[Any] = make_prompt_cache(model)
-        return caches if draft is None else caches + make_prompt_cache(draft)
+        return make_caches(model, draft, settings.window)
 
     def make_quantized() -> list[Any]:
         assert quantization is not None
@@ -133,7 +138,7 @@ def plans_of(
             for cache in make()
         ]
 
-    own = len(make_prompt_cache(model))
+    own = len(make_prompt_cache(model, settings.window))
 
     def forward(tokens: list[int], caches: Sequence[Any]) -> Any:
         import mlx.core as mx  # noqa: PLC0415 - beside its only use

@@ -1,0 +1,135 @@
+"""The flags that kvstore adds to those of mlx-lm's commands, the same for all of them.
+
+A flag is one field and one argument of the same name; fields that are not given keep their defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields
+
+from kvstore.errors import KVStoreError
+from kvstore.fs import Durability
+from kvstore.sizes import format_size, parse_size
+from kvstore.store import DEFAULT_INTERVAL
+from kvstore_mlx.boundaries import Saving
+
+__all__ = ["CacheArguments"]
+
+DEFAULT_SIZE = "20GiB"
+MIN_SIZE = 1 << 20
+
+
+@dataclass(frozen=True)
+class CacheArguments:
+    """directory: empty for the default one, None for none at all. The others are explained by the parser."""
+
+    directory: str | None = None
+    size: int = parse_size(DEFAULT_SIZE)
+    interval: int | None = None
+    durability: Durability = Durability.BARRIER
+    shared: bool = False
+    strict: bool = False
+    states: int = 1
+    exact: bool = False
+
+    @property
+    def saving(self) -> Saving:
+        """How states are thinned, and what is taken from disk."""
+        return Saving(self.states, self.exact)
+
+    @staticmethod
+    def add_to(parser: argparse.ArgumentParser, engine: str) -> None:
+        """Add the flags to the parser of an engine's command, in a group of their own."""
+        group = parser.add_argument_group(
+            "KV cache directory (kvstore)", f"Without --kv-cache-dir this is exactly {engine}."
+        )
+        group.add_argument(
+            "--kv-cache-dir",
+            dest="kv_cache_directory",
+            metavar="DIR",
+            nargs="?",
+            const="",
+            help="Keep computed prompts in this directory and restore them after a restart (created if missing); "
+            "without DIR: in $KVSTORE_DIR, or else in kvstore/kv among your caches",
+        )
+        group.add_argument(
+            "--kv-cache-size",
+            metavar="SIZE",
+            type=_size,
+            help=f"Budget of the directory, oldest prompts go first (default: {DEFAULT_SIZE})",
+        )
+        group.add_argument(
+            "--kv-cache-interval",
+            metavar="TOKENS",
+            type=int,
+            help=f"Tokens a chunk, fixed when the directory is created (default: {DEFAULT_INTERVAL})",
+        )
+        group.add_argument(
+            "--kv-cache-durability",
+            metavar="MODE",
+            type=_durability,
+            help="What survives power loss: none (what the system wrote so far), barrier (all that was published, but "
+            "maybe not the last seconds) or full (all of it) (default: barrier)",
+        )
+        group.add_argument(
+            "--kv-cache-shared",
+            action="store_const",
+            const=True,
+            help="When creating the directory, let its permissions follow the umask instead of being yours alone",
+        )
+        group.add_argument(
+            "--kv-cache-strict",
+            action="store_const",
+            const=True,
+            help="Share saved prompts only with processes on the same kind of device and with the same "
+            "--prefill-step-size, so that a restored prompt has every bit it had",
+        )
+        group.add_argument(
+            "--kv-cache-states",
+            metavar="N",
+            type=_count,
+            help="For models with recurrent layers or sliding windows: save a state to resume from at every N-th "
+            "chunk, beside those at the end of each prompt and answer; 0 saves only the latter (default: 1)",
+        )
+        group.add_argument(
+            "--kv-cache-exact",
+            action="store_const",
+            const=True,
+            help="Restore only what a prefill computed, not what was decoded, whose last bits can differ",
+        )
+
+    @staticmethod
+    def take_from(arguments: argparse.Namespace) -> CacheArguments:
+        """Take the flags out of parsed arguments, so that the engine sees only its own.
+
+        Raises KVStoreError for flags that would silently do nothing.
+        """
+        taken = {field.name: arguments.__dict__.pop(f"kv_cache_{field.name}") for field in fields(CacheArguments)}
+        given = {name: value for name, value in taken.items() if value is not None}
+        if given and "directory" not in given:
+            raise KVStoreError("the --kv-cache-… flags need --kv-cache-dir")
+        return CacheArguments(**given)
+
+
+def _size(text: str) -> int:
+    try:
+        size = parse_size(text)
+    except KVStoreError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if size < MIN_SIZE:
+        raise argparse.ArgumentTypeError(f"a budget of {format_size(size)} holds no prompt; give at least 1MiB")
+    return size
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of chunks such as 1 or 4")
+    return int(text)
+
+
+def _durability(text: str) -> Durability:
+    try:
+        return Durability(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(Durability)}") from None
