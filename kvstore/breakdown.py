@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvstore.context import Context
 from kvstore.marking import Marks, mark
-from kvstore.namespace import read_namespace_file
+from kvstore.namespace import read_label
 from kvstore.scan import Scan, scan
 
 __all__ = ["Breakdown", "NamespaceBytes", "breakdown"]
@@ -84,7 +84,14 @@ def breakdown(context: Context) -> Breakdown:
         else:
             (states if is_state else kv)[namespace] += size
     rows = [
-        NamespaceBytes(name, _label(context, name), nodes[name], kv[name], states[name], manifests[name])
+        NamespaceBytes(
+            name,
+            read_label(context.fs, context.layout, name),
+            nodes[name],
+            kv[name],
+            states[name],
+            manifests[name],
+        )
         for name in sorted(manifests)
     ]
     unreferenced = sum(block.allocated for digest, block in found.blocks.items() if digest not in owners)
@@ -116,8 +123,3 @@ def _owners(found: Scan, marks: Marks) -> dict[bytes, tuple[str | None, bool]]:
                 namespace, is_state = owners.get(digest, own)
                 owners[digest] = (namespace if namespace == own[0] else None, is_state and own[1])
     return owners
-
-
-def _label(context: Context, namespace: str) -> str:
-    label = read_namespace_file(context.fs, context.layout.namespace_file(namespace)).get("label")
-    return label if isinstance(label, str) else ""

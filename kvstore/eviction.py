@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvstore.admission import Warmth
@@ -50,7 +50,8 @@ class Policy:
 
     size: bytes that the directory may take on disk, or with namespace, that this namespace's files may. min_free: bytes
     that should stay free on its file system. older_than_ns: nodes not used for that long go whatever the room.
-    namespace: only this one's nodes may go. protect: manifest paths that must stay (any object with ``in``).
+    namespace: only this one's nodes may go. quotas: bytes on disk that namespaces may take; one that takes more loses
+    nodes of its own only. protect: manifest paths that must stay (any object with ``in``).
     spare: bytes to free beyond size once it is passed, a tenth of it by default. protect_ns: what was written or looked
     up this recently stays. warmth: what the caller knows of the nodes' uses; without it their files' times tell.
     warm_ns: for size and min_free nothing of this warmth or more goes, but for tails that cost nothing.
@@ -60,6 +61,7 @@ class Policy:
     min_free: int | None = None
     older_than_ns: int | None = None
     namespace: str | None = None
+    quotas: Mapping[str, int] = field(default_factory=dict)
     dry_run: bool = False
     protect: Container[Path] = frozenset()
     spare: int | None = None
@@ -73,7 +75,7 @@ class Plan:
     """victims: indices into the marks' nodes, in the order they must go. freed: bytes on disk this gives back.
 
     horizon_ns: what was last used before this is among the victims, as far as its rules let it. coldest_ns: no leaf
-    that stays is colder than this; None when no leaf stays.
+    that stays is colder than this, but for what the caller protects; None when no other leaf stays.
     """
 
     victims: list[int] = field(default_factory=list)
@@ -94,13 +96,27 @@ def young(mtime_ns: int, ctime_ns: int, now_ns: int, window_ns: int) -> bool:
 
 
 def choose(
-    context: Context, marks: Marks, blocks: Mapping[bytes, HashedFile], policy: Policy, *, need: int, now_ns: int
+    context: Context,
+    marks: Marks,
+    blocks: Mapping[bytes, HashedFile],
+    policy: Policy,
+    *,
+    need: int,
+    now_ns: int,
+    over: Mapping[str, int] | None = None,
 ) -> Plan:
-    """Victims that are too old, then as many more as free need bytes on disk, if there are enough."""
+    """Victims that are too old, then those of namespaces that are over their quotas by so many bytes, then as many more
+    as free need bytes on disk, if there are enough.
+    """
     families = _Families(context, marks, blocks, policy, now_ns)
     plan = families.plan
     if policy.older_than_ns is not None:
         families.take_older(now_ns - policy.older_than_ns)
+    for namespace, size in (over or {}).items():
+        own = _Families(context, marks, blocks, replace(policy, namespace=namespace, warm_ns=None), now_ns)
+        own.take_contained(size)
+        own.take(size)
+        families.take_these(own.plan.victims)
     if plan.freed < need:
         families.take_contained(need)
         families.take(need)
@@ -146,6 +162,11 @@ class _Families:
         self.plan.horizon_ns = limit_ns
         while self._heap and self._heap[0][0] < limit_ns:
             self._take(heapq.heappop(self._heap)[1])
+
+    def take_these(self, victims: Iterable[int]) -> None:
+        """Take what another choice among the same marks has chosen, in its order."""
+        for index in victims:
+            self._take(index)
 
     def take_contained(self, need: int) -> None:
         """Take tails that a sibling contains, least recently used first, until need bytes are freed."""
@@ -201,8 +222,9 @@ class _Families:
             return
         node = self._marks.nodes[index]
         if not self._allowed(index):
-            used = self._used[_name(node.file)]
-            self._held = used if self._held is None else min(self._held, used)
+            if node.file.path(self._context.layout) not in self._policy.protect:
+                used = self._used[_name(node.file)]
+                self._held = used if self._held is None else min(self._held, used)
             return
         self._taken.add(index)
         self.plan.victims.append(index)

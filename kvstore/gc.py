@@ -24,14 +24,16 @@ rest): nothing finds it, and it is evicted in its turn.
 
 What marking cannot see stops it. An I/O error: nothing at all is removed. A manifest that is damaged or of a newer
 version: no block is taken for unreferenced that it may name, so blocks that no manifest names stay, and its siblings'
-too; the rest is collected as usual. Once a day old a damaged manifest may be evicted in its turn; `kvstore fsck
---repair` sets it aside at once. One of a newer version is never touched.
+too; the rest is collected as usual. A damaged manifest that nobody touched for a day will not become whole: no copy is
+at it, and who publishes its prefix again brings blocks of his own. From then on it keeps no unreferenced blocks (one
+bad file would keep the garbage of the whole directory for ever), and may be evicted in its turn; `kvstore fsck
+--repair` sets it aside at once. One of a newer version is never touched, and keeps what it may name.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from kvstore.context import Context, this_process
@@ -64,9 +66,9 @@ class GcReport:
     no manifest named) included. staging, quarantined, tokenizations: removed. skipped: left because they changed since
     the mark. failed: could not be removed. waiting: blocks that no manifest names but that must stay for now. damaged:
     manifests whose references are unknown. foreign: files that are not kvstore's. unmet_bytes: still missing to what
-    the policy asked for. coldest_ns: no leaf that was left is colder (see kvstore.admission); None when there is none.
-    busy: another collection runs and nothing was done. error: one sentence, why it stopped; what was removed until then
-    is counted.
+    the policy asked for; over_quota_bytes: to what its quotas allow. coldest_ns: no leaf that was left is colder (see
+    kvstore.admission); None when there is none. busy: another collection runs and nothing was done. error: one
+    sentence, why it stopped; what was removed until then is counted.
     """
 
     dry_run: bool = False
@@ -76,6 +78,7 @@ class GcReport:
     after_bytes: int = 0
     freed_bytes: int = 0
     unmet_bytes: int = 0
+    over_quota_bytes: int = 0
     coldest_ns: int | None = None
     nodes: int = 0
     states: int = 0
@@ -134,6 +137,7 @@ class _Collection:
         self._now = context.clock()
         self._free = 0
         self._of_namespace = 0
+        self._removed: set[int] = set()
 
     def run(self) -> None:
         """Mark, plan and sweep. Errors end it early and are reported."""
@@ -176,12 +180,29 @@ class _Collection:
         _, need = self._missing()
         if need > 0:
             need -= self._remove_quarantined(found, need)
-        plan = choose(self._context, marks, found.blocks, self._policy, need=need, now_ns=self._now)
+        over = self._over_quota(found, marks)
+        plan = choose(self._context, marks, found.blocks, self._policy, need=need, now_ns=self._now, over=over)
         self._report.coldest_ns = plan.coldest_ns
         self._pause("planned")
         self._remove_nodes(plan, found, marks)
         self._remove_tokenizations(found, plan)
         self._report.unmet_bytes, _ = self._missing()
+        for namespace in over:
+            used = _namespace_bytes(namespace, found, marks, self._removed)
+            self._report.over_quota_bytes += max(0, used - self._policy.quotas[namespace])
+
+    def _over_quota(self, found: Scan, marks: Marks) -> dict[str, int]:
+        """Bytes to free of each namespace over its quota, a tenth to spare. An explicit size counts instead of one."""
+        over = {}
+        for namespace, quota in self._policy.quotas.items():
+            if self._policy.namespace not in (None, namespace):
+                continue
+            if self._policy.namespace is not None and self._policy.size is not None:
+                continue
+            used = _namespace_bytes(namespace, found, marks)
+            if used > quota:
+                over[namespace] = used - quota * 9 // 10
+        return over
 
     def _missing(self) -> tuple[int, int]:
         """Bytes still to free until the policy is met, and until there is something to spare.
@@ -214,10 +235,15 @@ class _Collection:
                 self._report.staging += self._sweeper.remove_folder(folder.path, folder.allocated)
 
     def _remove_orphans(self, found: Scan, marks: Marks) -> None:
-        """Remove blocks that no manifest names, once they are past grace, and only when every manifest was read."""
+        """Remove blocks that no manifest names, once they are past grace, and unless a manifest that could not be read
+        may name them: one that changed within the day, or one of a newer version.
+        """
         orphans = [block for digest, block in found.blocks.items() if digest not in marks.named]
         old = [block for block in orphans if not young(block.mtime_ns, block.ctime_ns, self._now, GRACE_NS)]
-        if marks.unreadable:
+        if any(
+            node.unreadable == "newer" or young(node.file.mtime_ns, node.file.ctime_ns, self._now, GRACE_NS)
+            for node in marks.unreadable
+        ):
             old = []
         self._report.waiting = len(orphans) - len(old)
         self._report.orphans = self._remove_blocks(old)
@@ -250,6 +276,7 @@ class _Collection:
                         if name in kept or not self._remove_manifest(node.file, beside.get(index)):
                             kept.update((name, above))
                             continue
+                        self._removed.add(index)
                         folders[node.file.namespace, node.file.parent[:2]] = None
                         unnamed.extend(_drop(node, found, marks))
                 self._sweeper.released()
@@ -323,8 +350,10 @@ def _drop(node: Marked, found: Scan, marks: Marks) -> Iterator[HashedFile]:
             yield found.blocks[digest]
 
 
-def _namespace_bytes(namespace: str, found: Scan, marks: Marks) -> int:
-    """Bytes on disk of a namespace's manifests and of the blocks they name."""
-    nodes = [node for node in marks.nodes if node.file.namespace == namespace]
+def _namespace_bytes(namespace: str, found: Scan, marks: Marks, removed: Collection[int] = ()) -> int:
+    """Bytes on disk of a namespace's manifests and of the blocks they name. removed: indices of those that are gone."""
+    nodes = [
+        node for index, node in enumerate(marks.nodes) if node.file.namespace == namespace and index not in removed
+    ]
     digests = {digest for node in nodes for digest, _ in node.blocks if digest in found.blocks}
     return sum(node.file.allocated for node in nodes) + sum(found.blocks[digest].allocated for digest in digests)

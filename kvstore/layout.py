@@ -3,7 +3,7 @@
     CACHE_DIR/
       CACHEDIR.TAG
       kvstore.json
-      namespaces/<ns>.json
+      namespaces/<ns>.json | .quota
       objects/nodes/<ns>/<2 hex of parent>/<manifest>.kv | .state
       objects/blocks/<2 hex>/<digest>
       objects/tokens/<2 hex>/<key>
@@ -137,6 +137,22 @@ class Layout:
     def namespace_file(self, namespace: str) -> Path:
         """The description of a namespace."""
         return self.namespaces / f"{namespace}.json"
+
+    def quota_file(self, namespace: str) -> Path:
+        """What a namespace may take, if somebody said so."""
+        return self.namespaces / f"{namespace}.quota"
+
+    @classmethod
+    def quota_of(cls, name: str) -> str | None:
+        """The namespace that a file beside the descriptions is the quota of, or None."""
+        stem, _, suffix = name.partition(".")
+        return stem if suffix == "quota" and cls.is_namespace_id(stem) else None
+
+    @classmethod
+    def describes_namespace(cls, name: str) -> bool:
+        """Whether a file among the namespaces' is one of ours: a description or a quota."""
+        stem, _, suffix = name.partition(".")
+        return suffix in {"json", "quota"} and cls.is_namespace_id(stem)
 
     def node_folder(self, namespace: str, parent: str) -> Path:
         """The folder that all children of a parent lie in; parent is hex."""

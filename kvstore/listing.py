@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvstore.context import Context
 from kvstore.marking import Marked, Marks, mark
-from kvstore.namespace import read_namespace_file
+from kvstore.namespace import read_label
 from kvstore.scan import Tally, nodes
 
 __all__ = ["Conversation", "Listing", "listing"]
@@ -56,7 +56,9 @@ def listing(context: Context, namespaces: Iterable[str] | None = None) -> Listin
     files = [file for file in nodes(context.layout, tally) if wanted is None or file.namespace in wanted]
     marks = mark(context, files)
     found = _Forest(marks).conversations()
-    labels = {name: _label(context, name) for name in {node.file.namespace for node, *_ in found}}
+    labels = {
+        name: read_label(context.fs, context.layout, name) for name in {node.file.namespace for node, *_ in found}
+    }
     return Listing(
         [
             Conversation(
@@ -76,12 +78,6 @@ def listing(context: Context, namespaces: Iterable[str] | None = None) -> Listin
         len(marks.unreadable),
         tally.foreign,
     )
-
-
-def _label(context: Context, namespace: str) -> str:
-    label = read_namespace_file(context.fs, context.layout.namespace_file(namespace)).get("label")
-    # JSON may hold half of a surrogate pair, which no output could encode.
-    return label.encode(errors="replace").decode() if isinstance(label, str) else ""
 
 
 @dataclass(frozen=True, slots=True)

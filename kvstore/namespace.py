@@ -13,9 +13,10 @@ from typing import Any
 
 from kvstore.fs import FileSystem
 from kvstore.keys import namespace_fingerprint
+from kvstore.layout import Layout
 from kvstore.untrusted import parse
 
-__all__ = ["MAX_NAMESPACE_BYTES", "NamespaceInfo", "read_namespace_file"]
+__all__ = ["MAX_NAMESPACE_BYTES", "NamespaceInfo", "read_label", "read_namespace_file"]
 
 MAX_NAMESPACE_BYTES = 1 << 20
 _ID_BYTES = 16
@@ -63,3 +64,10 @@ def read_namespace_file(fs: FileSystem, path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def read_label(fs: FileSystem, layout: Layout, namespace: str) -> str:
+    """What a namespace's document calls it; empty when nothing can be read there."""
+    label = read_namespace_file(fs, layout.namespace_file(namespace)).get("label")
+    # JSON may hold half of a surrogate pair, which no output could encode.
+    return label.encode(errors="replace").decode() if isinstance(label, str) else ""

@@ -16,7 +16,7 @@ from kvstore.errors import DamagedManifestError, KVStoreError
 from kvstore.fs import allocated_bytes
 from kvstore.keys import unpack_tokens
 from kvstore.manifest import BlockRef
-from kvstore.namespace import read_namespace_file
+from kvstore.namespace import read_label
 from kvstore.scan import NodeFile, Tally, nodes
 from kvstore.stored import Stored, load
 
@@ -148,10 +148,10 @@ class _Walk:
         )
         size = sum(span.size for part in parts for span in part.spans)
         size += sum(part.state.size for part in parts if part.state is not None)
-        label = read_namespace_file(self._context.fs, self._context.layout.namespace_file(last.namespace)).get("label")
+        label = read_label(self._context.fs, self._context.layout, last.namespace)
         return Prefix(
             last.namespace,
-            label if isinstance(label, str) else "",
+            label,
             last.key,
             tuple(parts),
             tokens,

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from kvstore.errors import SizeError
 
-__all__ = ["format_age", "format_size", "parse_age", "parse_size"]
+__all__ = ["exact_size", "format_age", "format_size", "parse_age", "parse_size"]
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
@@ -43,6 +43,14 @@ def format_size(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def exact_size(size: int) -> str:
+    """A size that parse_size reads as exactly that: ``20GiB``, ``500MiB`` or ``1234567``."""
+    for unit, factor in reversed(_BINARY.items()):
+        if size and size % factor == 0:
+            return f"{size // factor}{unit[0].upper()}iB"
+    return str(size)
 
 
 def format_age(seconds: float) -> str:

@@ -3,9 +3,9 @@
 With ``--json`` one document with the fields of kvstore.gc.GcReport, and "directory":
 
     {"directory": "/…", "dry_run": false, "busy": false, "error": "", "before_bytes": 0, "after_bytes": 0,
-     "freed_bytes": 0, "unmet_bytes": 0, "nodes": 0, "states": 0, "blocks": 0, "orphans": 0, "staging": 0,
-     "quarantined": 0, "tokenizations": 0, "skipped": 0, "failed": 0, "waiting": 0, "damaged": 0, "foreign": 0,
-     "mark_seconds": 0.0, "sweep_seconds": 0.0}
+     "freed_bytes": 0, "unmet_bytes": 0, "over_quota_bytes": 0, "nodes": 0, "states": 0, "blocks": 0, "orphans": 0,
+     "staging": 0, "quarantined": 0, "tokenizations": 0, "skipped": 0, "failed": 0, "waiting": 0, "damaged": 0,
+     "foreign": 0, "coldest_ns": null, "mark_seconds": 0.0, "sweep_seconds": 0.0}
 
 Exit code 1 when another collection runs (nothing is done) or when the collection had to stop early.
 """
@@ -19,9 +19,10 @@ from typing import Annotated
 import typer
 
 from kvstore.cli.app import DirectoryArgument, JsonOption, app, console, counted, opened, print_json
-from kvstore.cli.common import DryRunOption, one_namespace, say
+from kvstore.cli.common import DryRunOption, one_namespace, say, warn
 from kvstore.errors import KVStoreError
 from kvstore.gc import GcReport, Policy, collect
+from kvstore.quotas import read_quotas
 from kvstore.sizes import format_size, parse_age, parse_size
 
 __all__ = ["gc"]
@@ -47,13 +48,18 @@ def gc(
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove garbage, and the least recently used nodes when a limit is passed. Safe beside running servers."""
+    """Remove garbage, and the least recently used nodes when a limit is passed. Safe beside running servers.
+
+    Quotas of namespaces (`kvstore quota`) are kept to, unless --namespace and --size say another limit of one.
+    """
     with opened(directory) as store:
+        quotas = read_quotas(store.context)
         policy = Policy(
             size=parse_size(size) if size is not None else None,
             min_free=parse_size(min_free) if min_free is not None else None,
             older_than_ns=int(parse_age(older_than) * 1e9) if older_than is not None else None,
             namespace=one_namespace(store, namespace) if namespace is not None else None,
+            quotas=quotas.sizes,
             dry_run=dry_run,
         )
         with console.status("reading manifests and collecting …") if console.is_terminal else nullcontext():
@@ -62,6 +68,7 @@ def gc(
             print_json({"directory": str(store.path), **asdict(report)})
         else:
             say(_lines(report, policy))
+        warn(list(quotas.problems))
         if report.busy:
             raise KVStoreError("another collection of this directory is running, so this one did nothing; wait for it")
         if report.error:
@@ -87,13 +94,20 @@ def _lines(report: GcReport, policy: Policy) -> list[str]:
     ]
     limits = (policy.size, policy.min_free, policy.older_than_ns)
     lines = []
-    if all(limit is None for limit in limits):
-        lines.append("No limit was given (--size, --min-free, --older-than), so only garbage is removed.")
+    if not policy.quotas and all(limit is None for limit in limits):
+        lines.append(
+            "No limit was given (--size, --min-free, --older-than, or `kvstore quota`), so only garbage is removed."
+        )
     lines.append(f"{would.capitalize()} {', '.join(parts) or 'nothing'}: {format_size(report.freed_bytes)}.")
     lines.append(f"The directory {'would take' if report.dry_run else 'takes'} {format_size(report.after_bytes)}.")
     if report.unmet_bytes:
         lines.append(
             f"{format_size(report.unmet_bytes)} more would have to go: the rest is in use, just written, or not a node."
+        )
+    if report.over_quota_bytes:
+        lines.append(
+            f"{format_size(report.over_quota_bytes)} more would have to go for the quotas: the rest is in use or just "
+            "written."
         )
     if report.skipped:
         lines.append(f"Used meanwhile, so left: {counted(report.skipped, 'file')}.")

@@ -16,7 +16,6 @@ manifest. complete: nothing on the way is missing or damaged, as far as can be t
 
 from __future__ import annotations
 
-import importlib
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +26,7 @@ from rich.text import Text
 
 from kvstore.cli.app import DIRECTORY_DEFAULT, JsonOption, app, console, counted, opened, output, print_json
 from kvstore.cli.common import plain, say
-from kvstore.errors import KVStoreError
+from kvstore.cli.words import Words
 from kvstore.prefix import Part, Prefix, StateInfo, find_prefix
 from kvstore.sizes import format_age, format_size
 from kvstore.store import unavailable
@@ -66,7 +65,7 @@ def show(
             found = find_prefix(store.context, key)
         except OSError as error:
             raise unavailable(store.path, error) from error
-        words = None if tokenizer is None else _decode(tokenizer, list(found.tokens))
+        words = None if tokenizer is None else Words(tokenizer, "--text").decode(list(found.tokens))
         if as_json:
             document = {"directory": str(store.path), **_document(found)}
             print_json(document if words is None else {**document, "text": words})
@@ -74,22 +73,6 @@ def show(
         _print(found)
         if words is not None:
             say(["", plain(words, keep="\n\t")])
-
-
-def _decode(folder: Path, tokens: list[int]) -> str:
-    """The text of tokens. tokenizers is imported only here: the store has no need of it."""
-    try:
-        tokenizers = importlib.import_module("tokenizers")
-    except ImportError as error:
-        raise KVStoreError("--text needs the tokenizers package; install it with: pip install tokenizers") from error
-    path = folder / "tokenizer.json" if folder.is_dir() else folder
-    if not path.is_file():
-        raise KVStoreError(f"there is no {path}; name the folder of the model that the prefix was made with")
-    try:
-        return str(tokenizers.Tokenizer.from_file(str(path)).decode(tokens, skip_special_tokens=False))
-    except Exception as error:
-        # The package raises bare Exception for whatever is wrong with the file or the tokens.
-        raise KVStoreError(f"{path} cannot decode these tokens ({error}); is it the right one?") from error
 
 
 def _document(found: Prefix) -> dict[str, Any]:

@@ -64,8 +64,7 @@ def check_namespaces(judge: Judge, used: set[str], misfits: Misfits) -> None:
             code = "namespace-undescribed" if why == _ABSENT else "namespace-wrong"
             judge.problems.append(Problem("note", code, path, why))
     for entry in entries(layout.namespaces, misfits):
-        stem, _, suffix = entry.name.partition(".")
-        misfits.foreign += suffix != "json" or not Layout.is_namespace_id(stem)
+        misfits.foreign += not Layout.describes_namespace(entry.name)
 
 
 _ABSENT = "It is not there, so nobody can tell what the namespace is; its engine writes it at the next save."

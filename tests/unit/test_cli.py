@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 import kvstore.cli.gc
 import kvstore.cli.ls
 from kvstore.cli.app import app
+from kvstore.gc import Policy
 from kvstore.locks import gc_lock
 
 
@@ -32,8 +34,7 @@ def path(tmp_path) -> Path:
 @pytest.fixture
 def nothing_is_young(monkeypatch):
     """A command has the real clock, and a test has no minute to wait."""
-    for module in ("eviction", "gc"):
-        monkeypatch.setattr(f"kvstore.{module}.PROTECT_NS", 0)
+    monkeypatch.setattr("kvstore.cli.gc.Policy", partial(Policy, protect_ns=0))
 
 
 def run(*arguments: object, code: int = 0):

@@ -38,6 +38,7 @@ from kvstore.eviction import GRACE_NS
 from kvstore.gc import FOREIGN_STAGING_NS, QUARANTINE_NS, GcReport, Policy, collect, usage
 from kvstore.keys import request_key
 from kvstore.locks import gc_lock
+from kvstore.manifest import decode
 
 
 @pytest.fixture
@@ -218,28 +219,59 @@ def test_orphans_go_after_a_day_by_their_later_time(writer):
     assert blocks(writer.path) == []
 
 
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+
+
+def orphan(space, seed: int) -> None:
+    """Leave a block that no manifest names."""
+    publish(space, prompt(9, seed))
+    space.lookup(prompt(9, seed)).steps[0].path.unlink()
+
+
 def test_a_damaged_manifest_keeps_every_block_it_may_name(writer):
     space = fill(writer, 2)
     victim = space.lookup(prompt(40, 0)).steps[0].path
     bad = space.lookup(prompt(40, 1)).steps[1].path
-    data = bytearray(bad.read_bytes())
-    data[100] ^= 1
-    bad.write_bytes(data)
-    publish(space, prompt(9, 7))
-    space.lookup(prompt(9, 7)).steps[0].path.unlink()  # an orphan, unless the damaged one names it
+    damage(bad)
+    orphan(space, 7)  # unless the damaged one names it
+    # Changed within the day: a copy may still be at it.
+    lately = time.time_ns() + 2 * DAY - HOUR
+    os.utime(bad, ns=(lately, lately))
     everything = set(blocks(writer.path))
     report = gc(writer.path, 2 * DAY)
     assert (report.damaged, report.orphans, report.waiting) == (1, 0, 2)
     assert set(blocks(writer.path)) == everything
-    # Under pressure the other conversation goes, and a day later the damaged manifest too; its blocks stay once more.
+    # Under pressure the other conversation goes, and a day later the damaged manifest too.
     report = gc(writer.path, size=0)
     assert not victim.exists()
     assert bad.exists()
     assert report.nodes == 4
-    report = gc(writer.path, 2 * DAY, size=0)
+    report = gc(writer.path, 4 * DAY, size=0)
     assert not bad.exists()
-    report = gc(writer.path, 2 * DAY, size=0)
+    report = gc(writer.path, 4 * DAY, size=0)
     assert manifests(writer.path) == blocks(writer.path) == []
+
+
+def test_a_manifest_that_is_damaged_for_a_day_keeps_no_garbage(writer):
+    space = fill(writer, 2)
+    steps = space.lookup(prompt(40, 1)).steps
+    (mine,) = decode(steps[1].path.read_bytes()).blocks
+    damage(steps[1].path)
+    orphan(space, 7)
+    report = gc(writer.path, GRACE_NS - HOUR)
+    assert (report.damaged, report.orphans, report.waiting) == (1, 0, 2)
+    report = gc(writer.path, GRACE_NS + HOUR)
+    assert (report.damaged, report.orphans, report.waiting) == (1, 2, 0)
+    assert not writer.context.layout.block(mine.digest).exists()
+    # All that can be read is as it was, and what is published again brings its own blocks.
+    assert restore(space, prompt(40, 0)).tokens == 40
+    assert restore(space, prompt(40, 1)).tokens == 16
+    publish(space, prompt(40, 1))
+    assert restore(space, prompt(40, 1)).tokens == 40
+    check_valid(writer.path)
 
 
 def test_a_manifest_of_a_newer_version_is_left_with_its_blocks(writer):
