@@ -281,3 +281,34 @@ def open_session(
         strict_step=prefill_step if strict else None,
         extras=extras,
     )
+
+    def identified() -> Mapping[str, Any]:
+        if identity is not None:
+            return {"identity": dict(identity)}
+        return identity_of(path, adapter, None) if path is not None else {"parameters": parameters_digest(model)}
+
+    store, space = None, None
+    if directory is None:
+        plan = plans_of(model, None, settings)[0][1]
+    else:
+        store = Store.open(Path(directory).expanduser(), interval=interval, durability=durability)
+        try:
+            label = Path(path or "model").name
+            space = make_space(store, model, None, identity=identified, label=label, settings=settings)
+            plan = space.forms[0].plan
+        except BaseException:
+            store.close()
+            raise
+    return Session(
+        model,
+        tokenizer,
+        plan=plan,
+        store=store,
+        space=space,
+        budget=parse_size(size) if isinstance(size, str) else size,
+        step=prefill_step,
+        interval=store.interval if store is not None else interval or DEFAULT_INTERVAL,
+        saving=Saving(states, exact),
+        quantization=quantization,
+        extras=extras,
+    )
