@@ -10,6 +10,7 @@ import json
 import os
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -318,3 +319,57 @@ def test_a_lock_that_is_a_link_costs_nobody_a_file(root, tmp_path, name):
         collect(store.context, Policy(size=0))
     assert victim.read_text() == "mine"
     assert victim.stat().st_mode & 0o777 == 0o644
+
+
+FOLDERS: dict[str, Callable[[Path], Path]] = {
+    "a namespace": lambda root: Layout(root).nodes / INFO.id,
+    "a folder of manifests": lambda root: manifest(root, "16").parent,
+    "a folder of blocks": lambda root: block(root, b'"first":"0"').parent,
+    "a folder of tokenizations": lambda root: tokens_entry(root).parent,
+    "objects": lambda root: root / "objects",
+    **{f"{name}/": lambda root, name=name: root / name for name in ("namespaces", "tmp", "locks", "quarantine")},
+    **{f"objects/{name}/": lambda root, name=name: root / "objects" / name for name in ("nodes", "blocks", "tokens")},
+}
+
+
+@pytest.mark.parametrize(
+    "odd", ["a FIFO", "an empty file", "a link to itself", "a link to nothing", "a link elsewhere"]
+)
+@pytest.mark.parametrize("place", FOLDERS)
+def test_something_odd_in_place_of_a_folder(root, tmp_path, place, odd):
+    """Readers find less. Commands and publishes work or say in a sentence why not, and delete nothing behind a link."""
+    path = FOLDERS[place](root)
+    elsewhere = path.rename(tmp_path / "elsewhere")
+    ODD.get(odd, lambda path: path.symlink_to(elsewhere))(path)
+    before = files(elsewhere)
+
+    def look() -> int:
+        with Store.open(root, fs=FAST) as store:
+            space = store.namespace(INFO)
+            restored = space.read(space.lookup(TOKENS), Memory()).tokens
+            space.read_state(space.lookup(TOKENS, trimmable=False), allocate_state)
+            store.tokenizations(SCOPE).get(REQUEST)
+            return restored
+
+    restored = measured(look)
+    if odd != "a link elsewhere":
+        needed = (
+            place.startswith(("a namespace", "a folder of m", "a folder of b", "objects")) and "tokens" not in place
+        )
+        assert restored in ({0, 16} if needed else {20})
+    with Store.open(root, fs=FAST) as store, Store.open(tmp_path / "outside", interval=16, fs=FAST) as other:
+        context = store.context
+        for work in (lambda: listing(context), lambda: breakdown(context)):
+            with suppress(OSError):  # the commands make a sentence of it
+                work()
+        check(context, read_data=True)
+        repack(context, older_than_ns=0)
+        with suppress(KVStoreError):
+            merge(context, other.context)
+        with suppress(KVStoreError):
+            store.namespace(INFO).publish(TOKENS, spans(TOKENS, 0, 16, 20))
+        collect(context, Policy(size=0))
+        check(context, read_data=True, repair=True, settle_s=0)
+        clear(context)
+    # (What is published may come to lie behind a link that somebody made; what was there stays.)
+    assert before.items() <= files(elsewhere).items()
