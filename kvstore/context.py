@@ -44,6 +44,9 @@ class Counters:
     published_nodes: int = 0
     written_bytes: int = 0
     failed_publishes: int = 0
+    saved_tokens: int = 0
+    refused_nodes: int = 0
+    refused_bytes: int = 0
     collected_nodes: int = 0
     collected_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)

@@ -187,6 +187,8 @@ class _Families:
     def coldest(self) -> int | None:
         """How warm the coldest leaf is that was not taken; at least, because some may have been taken since."""
         left = [] if self._held is None else [self._held]
+        while self._heap and self._is_callers(self._heap[0][1]):
+            heapq.heappop(self._heap)
         if self._heap:
             left.append(self._heap[0][0])
         return min(left, default=None)
@@ -222,7 +224,7 @@ class _Families:
             return
         node = self._marks.nodes[index]
         if not self._allowed(index):
-            if node.file.path(self._context.layout) not in self._policy.protect:
+            if not self._is_callers(index):
                 used = self._used[_name(node.file)]
                 self._held = used if self._held is None else min(self._held, used)
             return
@@ -266,6 +268,10 @@ class _Families:
             or is_protected(self._context, self._policy, each.path(self._context.layout), now)
             for each in used
         )
+
+    def _is_callers(self, index: int) -> bool:
+        """Whether the caller protects a manifest."""
+        return self._marks.nodes[index].file.path(self._context.layout) in self._policy.protect
 
     def _is_contained(self, tail: int) -> bool:
         """Whether losing a tail costs nothing; see rule 3 of this module."""

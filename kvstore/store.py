@@ -31,6 +31,7 @@ from kvstore.namespace import NamespaceInfo
 from kvstore.prefilled import prefill_part
 from kvstore.publish import Published, publish, publish_state
 from kvstore.restore import THREADS, Allocate, Restored, read
+from kvstore.standing import Standing, names, standing
 from kvstore.states import AllocateState, Scalar, State, read_state
 from kvstore.tokenizations import Tokenizations
 
@@ -150,6 +151,14 @@ class Namespace:
         """
         match = find(self._space, pack_tokens(tokens), trimmable=trimmable)
         return prefill_part(match, trimmable=trimmable) if prefill_only else match
+
+    def names(self, tokens: Iterable[int] | bytes) -> list[str]:
+        """What the full chunks of a prompt are called, saved or not: keys for kvstore.admission."""
+        return names(self._space, pack_tokens(tokens))
+
+    def standing(self, tokens: Iterable[int] | bytes) -> Standing:
+        """What the node at the end of these tokens is called, and what its publish will refer to."""
+        return standing(self._space, pack_tokens(tokens))
 
     def read(self, match: Match, allocate: Allocate, threads: int = THREADS) -> Restored:
         """Read a match into memory that allocate provides, every digest checked. Never raises for a bad file."""

@@ -1,73 +1,189 @@
-"""Keep the directory within its budget while a server runs.
+"""Keep the directory within its budget while a server runs, and its writes worth their wear.
 
-Runs on the writer thread. The directory is measured once, before the first write, and again by each collection; in
-between what was written is added up. Other processes' writes are noticed at the next measurement, which is forced after
-a gibibyte of our own.
+Runs on the writer thread, but for asked. The directory is measured once, before the first write, and again by each
+collection; in between what was written is added up. Other processes' writes are noticed at the next measurement, which
+is forced after a gibibyte of our own.
+
+A full directory takes a new node only when it is warmer than the coldest leaf (kvstore.admission). How warm that one is
+the last collection told, and a leaf only gets warmer, so mostly no look at the directory is needed to say no.
 """
 
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+import time
+from collections.abc import Callable
+from enum import Enum
 
+from kvstore.admission import Warmth
 from kvstore.errors import KVStoreError
-from kvstore.gc import Policy, collect, usage
+from kvstore.gc import GcReport, Policy, collect, usage
+from kvstore.lookup import Match
+from kvstore.quotas import read_quotas
 from kvstore.sizes import format_size
-from kvstore.store import Store
+from kvstore.store import Namespace, Store
+from kvstore_mlx.wear import Alarm, WriteLimit
 
-__all__ = ["Housekeeping"]
+__all__ = ["Housekeeping", "Refusal"]
 
 log = logging.getLogger("kvstore")
 
 _MEASURE_AFTER_BYTES = 1 << 30
-_IN_USE_NS = 600 * 10**9
+
+_PROTECT_NS = 10 * 10**9
+"""What was written or looked up this recently is not evicted for something new. Less than the collector's own minute,
+because here more is known: a request is not served from what is cold, and what a publish stands on is protected."""
+
+_PAUSE = 20.0
+"""A collection that made no room is not repeated for this many times what it took, and a second at least."""
+
+_SPARE_S = 1.0
+"""A collection that takes this long frees a tenth of the budget beyond what is needed, a shorter one in proportion:
+looking at few files costs little, and room that is made for nobody was a prefix that somebody wanted."""
+
+_SAY_EVERY_S = 600.0
+
+
+class Refusal(Enum):
+    """Why something is not written; the text is for the log."""
+
+    FULL = "the budget (--kv-cache-size) is used up by what is in use; not saved"
+    WARM = "the directory is full of what is wanted as much"
+    LIMIT = "the write limit (--kv-cache-write-limit) is reached"
 
 
 class Housekeeping:
-    """The budget of one server's directory."""
+    """The budget of one server's directory. write_limit: bytes an hour."""
 
-    def __init__(self, store: Store, budget: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        budget: int,
+        write_limit: int | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._store = store
         self._budget = budget
+        self._monotonic = monotonic
+        self._limit = None if write_limit is None else WriteLimit(write_limit, monotonic())
+        self._alarm = Alarm()
+        self._warmth = Warmth()
         self._used: int | None = None
         self._since = 0
+        self._coldest: int | None = None
+        self._not_before = 0.0
+        self._took = 0.0
+        self._said: dict[Refusal, float] = {}
+        self._refused: dict[Refusal, tuple[int, int]] = {}
 
     @property
     def budget(self) -> int:
         """Bytes the directory may take, in allocated blocks."""
         return self._budget
 
-    def wrote(self, size: int) -> None:
-        """Account for bytes that were just written."""
+    @property
+    def refused(self) -> dict[Refusal, tuple[int, int]]:
+        """How often something was not written, and how many bytes that were, since the server started."""
+        return dict(self._refused)
+
+    def asked(self, namespace: Namespace, match: Match) -> None:
+        """A request looked this prompt up, whatever it found: its nodes are wanted. On the generation thread."""
+        now = self._store.context.clock()
+        path = namespace.names(match.tokens)
+        self._warmth.used(path, now)
+        if match.steps and (tail := match.steps[-1].name.key) not in path:
+            self._warmth.used([tail], now)
+
+    def wrote(self, size: int, tokens: int = 0) -> None:
+        """Account for bytes that were just written, for so many new tokens."""
         if self._used is not None:
             self._used += size
         self._since += size
+        if self._limit is not None:
+            self._limit.take(size)
+        self._store.context.counters.add(saved_tokens=tokens)
+        counted = self._store.context.counters.snapshot()
+        if text := self._alarm.wrote(size, counted["restored_bytes"], self._monotonic()):
+            log.warning("kvstore: %s", text)
 
-    def make_room(self, size: int) -> bool:
-        """Whether size more bytes fit, after collecting if they would not have."""
+    def make_room(self, size: int, namespace: Namespace, tokens: bytes) -> Refusal | None:
+        """None when size more bytes, for the node at the end of these tokens, may be written; room was made if need be.
+
+        Otherwise why not; it is counted and, but for FULL, logged here.
+        """
+        if self._limit is not None and not self._limit.allows(size, self._monotonic()):
+            return self._refuse(Refusal.LIMIT, size)
         if self._used is None or self._since > _MEASURE_AFTER_BYTES:
             self._used, self._since = usage(self._store.context), 0
         if self._used + size <= self._budget:
-            return True
+            return None
+        refusal = self._replace(size, namespace, tokens)
+        return None if refusal is None else self._refuse(refusal, size)
+
+    def _replace(self, size: int, namespace: Namespace, tokens: bytes) -> Refusal | None:
+        """Collect if the node is warm enough for another to go, and if that was not just found to be of no use."""
+        node = namespace.standing(tokens)
+        warmth = self._warmth.wanted(node.name, node.parent, self._store.context.clock())
+        limit = warmth - self._warmth.margin_ns
+        if self._coldest is not None and self._coldest >= limit:
+            return Refusal.WARM
+        if self._monotonic() < self._not_before:
+            return Refusal.WARM
+        policy = Policy(
+            size=max(0, self._budget - size),
+            quotas=read_quotas(self._store.context).sizes,
+            protect=node.stands_on,
+            spare=int(self._budget // 10 * min(1.0, self._took / _SPARE_S)),
+            protect_ns=_PROTECT_NS,
+            warmth=self._warmth,
+            warm_ns=limit,
+        )
+        started = self._monotonic()
         try:
-            report = collect(self._store.context, Policy(size=max(0, self._budget - size), protect=self._in_use()))
+            report = collect(self._store.context, policy)
         except KVStoreError as error:
             log.warning("kvstore: could not collect: %s", error)
-            return False
-        self._used, self._since = usage(self._store.context), 0
-        log.info(
-            "kvstore: collected %s; %s of %s used",
-            format_size(report.freed_bytes),
-            format_size(self._used),
-            format_size(self._budget),
-        )
-        return self._used + size <= self._budget
+            return Refusal.FULL
+        self._took = self._monotonic() - started
+        fits = self._measure(report) + size <= self._budget
+        if not fits:
+            self._not_before = self._monotonic() + max(1.0, _PAUSE * self._took)
+        if fits:
+            return None
+        # Not cold, so wanted as much; or nothing could go at all, and the budget is too small for this prompt.
+        return Refusal.FULL if self._coldest is None else Refusal.WARM
 
-    def _in_use(self) -> frozenset[Path]:
-        """Manifests this server restored or published lately: evicting those would be computing them again at once."""
-        recent = self._store.context.recent
-        oldest = self._store.context.clock() - _IN_USE_NS
-        for path, used in list(recent.items()):
-            if used < oldest:
-                del recent[path]
-        return frozenset(recent)
+    def _measure(self, report: GcReport) -> int:
+        """What the directory takes after a collection."""
+        if report.error:
+            log.warning("kvstore: could not collect: %s", report.error)
+        if report.busy or report.error:
+            self._coldest = None
+            self._used = usage(self._store.context)
+        else:
+            self._coldest = report.coldest_ns
+            self._used = report.after_bytes
+        self._since = 0
+        if report.freed_bytes:
+            log.info(
+                "kvstore: collected %s; %s of %s used",
+                format_size(report.freed_bytes),
+                format_size(self._used),
+                format_size(self._budget),
+            )
+        return self._used
+
+    def _refuse(self, refusal: Refusal, size: int) -> Refusal:
+        times, total = self._refused.get(refusal, (0, 0))
+        self._refused[refusal] = times + 1, total + size
+        self._store.context.counters.add(refused_nodes=1, refused_bytes=size)
+        now = self._monotonic()
+        if refusal is not Refusal.FULL and now - self._said.get(refusal, now - _SAY_EVERY_S) >= _SAY_EVERY_S:
+            self._said[refusal] = now
+            log.info(
+                "kvstore: %s: %d prompts were left unsaved from some point on, %s, since the server started",
+                refusal.value,
+                times + 1,
+                format_size(total + size),
+            )
+        return refusal

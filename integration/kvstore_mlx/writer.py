@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from kvstore.blocks import Span
 from kvstore.errors import KVStoreError, MissingParentError
 from kvstore.keys import TOKEN_BYTES
+from kvstore.lookup import Match
 from kvstore.states import State
 from kvstore_mlx.buffers import has_non_finite
 from kvstore_mlx.forms import Form
-from kvstore_mlx.housekeeping import Housekeeping
+from kvstore_mlx.housekeeping import Housekeeping, Refusal
 from kvstore_mlx.pool import Loan, Pool
 from kvstore_mlx.verification import differs
 
@@ -101,6 +102,10 @@ class Writer:
         with self._changed:
             self._expected = max(self._expected, size)
             self._changed.notify_all()
+
+    def asked(self, form: Form, match: Match) -> None:
+        """Say that a request looked a prompt up, whatever it found; called on the engine's thread."""
+        self._housekeeping.asked(form.namespace, match)
 
     def lend(self, size: int) -> Loan | None:
         """Memory to copy a span into, which goes into its job; None when the queue is full. Never waits."""
@@ -192,15 +197,18 @@ class Writer:
         if _has_non_finite(item):
             self._warn("NaN or infinity in the KV cache; not saved")
             return False
-        if not self._housekeeping.make_room(item.payload_bytes):
-            self._warn("the budget (--kv-cache-size) is used up by what is in use; not saved")
-            return False
         tokens = job.tokens[: item.end * TOKEN_BYTES]
+        refusal = self._housekeeping.make_room(item.payload_bytes, job.form.namespace, tokens)
+        if refusal is not None:
+            if refusal is Refusal.FULL:
+                self._warn(refusal.value)
+            return False
         if isinstance(item, Span):
             published = job.form.namespace.publish(tokens, [item])
         else:
             published = job.form.namespace.publish_state(tokens, item.state)
-        self._housekeeping.wrote(published.written)
+        new = item.count if isinstance(item, Span) and published.nodes else 0
+        self._housekeeping.wrote(published.written, new)
         kind = type(item)
         if published.nodes and (job.form, kind) not in self._verified:
             if trouble := differs(job.form, tokens, item if isinstance(item, Span) else item.state):

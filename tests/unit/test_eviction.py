@@ -97,8 +97,10 @@ def test_the_coldest_that_stays_is_told_when_enough_was_freed_and_when_nothing_m
         set_used(store.writer, space, prompt(10, seed), age)
     times = {seed: os.stat(space.lookup(prompt(10, seed)).steps[0].path).st_mtime_ns for seed in (1, 2)}
     assert plan_of(store, Policy(), need=1)[0].coldest_ns == times[1]
-    everything = frozenset(path for path in manifests(store.path))
-    assert plan_of(store, Policy(protect=everything))[0].coldest_ns == times[2]
+    assert plan_of(store, Policy(protect_ns=2 * HOUR))[0].coldest_ns == times[2]
+    protected = frozenset(step.path for step in space.lookup(prompt(10, 2)).steps)
+    assert plan_of(store, Policy(protect=protected, warm_ns=times[2] + 1))[0].coldest_ns == times[1]
+    assert plan_of(store, Policy(protect=protected))[0].coldest_ns is None, "that one is known to who protects it"
     assert plan_of(store, Policy())[0].coldest_ns is None
 
 

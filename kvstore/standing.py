@@ -1,0 +1,52 @@
+"""What a node that is about to be published is called, and what it stands on.
+
+A collection that makes room for a node must not take from under it what its publish refers to: its parent, and the
+shorter tails of its chunk, whose blocks it names again. Reads one folder's names; opens and changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.commit import node_path
+from kvstore.context import Space
+from kvstore.keys import TOKEN_BYTES, node_key, rungs
+from kvstore.layout import NAME_KEY_BYTES
+from kvstore.lookup import chunks, siblings
+
+__all__ = ["Standing", "names", "standing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A node before its publish, named as NodeFile.key and kvstore.admission have it. stands_on: manifests."""
+
+    name: str
+    parent: str | None
+    stands_on: frozenset[Path]
+
+
+def names(space: Space, packed: bytes) -> list[str]:
+    """What the nodes of a prompt are called, from the root on, whether they are there or not: its full chunks only."""
+    interval = space.context.interval
+    return [_name(chunk.key) for chunk in chunks(space, packed) if chunk.count == interval]
+
+
+def standing(space: Space, packed: bytes) -> Standing:
+    """Where the node at the end of these tokens will stand. packed must not be empty."""
+    *before, last = chunks(space, packed)
+    stands_on = {node_path(space, chunk) for chunk in before[-1:]}
+    for sibling in siblings(space, last.parent):
+        tokens = last.tokens[: sibling.count * TOKEN_BYTES]
+        if (
+            sibling.count < last.count
+            and rungs(tokens, sibling.count) == sibling.rungs
+            and _name(node_key(last.parent, tokens)) == sibling.key
+        ):
+            stands_on.add(space.context.layout.node(space.id, sibling))
+    return Standing(_name(last.key), _name(before[-1].key) if before else None, frozenset(stands_on))
+
+
+def _name(key: bytes) -> str:
+    return key[:NAME_KEY_BYTES].hex()

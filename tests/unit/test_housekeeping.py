@@ -1,0 +1,211 @@
+"""What a server writes when its directory is full, and what it says about what it does not write."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+from core_support import FAST, open_store, prompt
+from gc_support import SECOND, blocks, check_valid, manifests
+
+from kvstore import NamespaceInfo, Span, TensorSpec
+from kvstore.gc import usage
+from kvstore_mlx import housekeeping
+from kvstore_mlx.housekeeping import Housekeeping, Refusal
+
+INTERVAL = 16
+NODE = 16384
+"""Bytes on disk of one node of these: a block of two pages and a header, and a manifest."""
+
+SPECS = (TensorSpec("k", "U8", 1, (512,)),)
+PACE = 20 * SECOND
+
+
+class Server:
+    """The requests of a server with room for some nodes, and a clock that can be put forward."""
+
+    def __init__(self, path, nodes: float | None = None, write_limit: int | None = None) -> None:
+        self.ahead = 0.0
+        self.store = open_store(path, INTERVAL, FAST, clock=lambda: time.time_ns() + int(self.ahead * SECOND))
+        self.space = self.store.namespace(NamespaceInfo({"model": "fake"}))
+        self.publish(prompt(INTERVAL, 999))
+        for number in range(256):  # so that what a node takes is always the same
+            for above in (self.store.context.layout.blocks, self.store.context.layout.nodes / self.space.id):
+                (above / f"{number:02x}").mkdir(exist_ok=True)
+        for file in (*manifests(self.store.path), *blocks(self.store.path)):
+            file.unlink()
+        budget = 1 << 40 if nodes is None else usage(self.store.context) + int(nodes * NODE)
+        self.house = Housekeeping(self.store, budget, write_limit, lambda: time.monotonic() + self.ahead)
+
+    def publish(self, tokens, first: int = 0) -> int:
+        end = len(tokens)
+        data = bytes(token % 256 for token in tokens[first:end] for _ in range(512))
+        return self.space.publish(tokens, [Span(first, end - first, SPECS, [data])]).written
+
+    def request(self, tokens) -> Refusal | None:
+        """Look up, and save what is missing up to the first refusal."""
+        match = self.space.lookup(tokens)
+        self.house.asked(self.space, match)
+        at = match.border
+        while at < len(tokens):
+            end = min((at // INTERVAL + 1) * INTERVAL, len(tokens))
+            packed = b"".join(token.to_bytes(4, "little") for token in tokens[:end])
+            refusal = self.house.make_room(NODE, self.space, packed)
+            if refusal is not None:
+                return refusal
+            # As on disk: a file takes whole pages, which a server's blocks of megabytes do not show.
+            self.publish(tokens[:end], at)
+            self.house.wrote(NODE, end - at)
+            at = end
+        return None
+
+    def saved(self, tokens) -> int:
+        return self.space.lookup(tokens).count
+
+
+@pytest.fixture
+def server(tmp_path):
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(Server(tmp_path / f"{len(made)}", *args, **kwargs))
+        return made[-1]
+
+    yield make
+    for each in made:
+        check_valid(each.store.path)
+        assert usage(each.store.context) <= each.house.budget
+        each.store.close()
+
+
+def test_what_is_used_as_much_is_not_taken_for_another(server):
+    """The thrashing of least recently used: two conversations that take turns, and room for one."""
+    one = server(4.5)
+    a, b = prompt(4 * INTERVAL, 1), prompt(4 * INTERVAL, 2)
+    for _ in range(5):
+        one.ahead += 5
+        one.request(a)
+        one.ahead += 5
+        assert one.request(b) is Refusal.WARM
+    assert (one.saved(a), one.saved(b)) == (len(a), 0)
+    counters = one.store.context.counters
+    assert counters.published_nodes == 1 + 4, "nothing was written in turn"
+    assert counters.refused_nodes == 5
+    assert counters.refused_bytes == 5 * NODE
+    assert counters.saved_tokens == len(a)
+
+
+def test_a_conversation_that_rests_makes_room_for_one_that_does_not(server):
+    one = server(4.5)
+    a, b = prompt(4 * INTERVAL, 1), prompt(4 * INTERVAL, 2)
+    for _ in range(3):
+        one.ahead += 5
+        one.request(a)
+    for _ in range(20):
+        one.ahead += 10
+        one.request(b)
+    assert (one.saved(a), one.saved(b)) == (0, len(b))
+
+
+def test_after_a_restart_the_files_times_tell_what_rests(server, tmp_path):
+    one = server(4.5)
+    a, b = prompt(4 * INTERVAL, 1), prompt(4 * INTERVAL, 2)
+    one.request(a)
+    one.house = Housekeeping(one.store, one.house.budget, None, lambda: time.monotonic() + one.ahead)
+    one.store.context.recent.clear()
+    assert one.request(b) is Refusal.WARM
+    one.ahead += 60
+    one.store.context.recent.clear()
+    assert one.request(b) is None
+    assert one.saved(b) == len(b)
+
+
+def test_what_a_publish_stands_on_is_not_taken_for_it(server):
+    """A prompt larger than the budget keeps its beginning, however hot it is; so does a tail that grows."""
+    one = server(3.5)
+    tokens = prompt(8 * INTERVAL, 1)
+    for _ in range(10):
+        one.ahead += 30
+        refusal = one.request(tokens)
+        assert refusal in {Refusal.FULL, Refusal.WARM}
+    assert one.saved(tokens) == 3 * INTERVAL
+    two = server(1.6)
+    grown = prompt(INTERVAL, 2)
+    assert two.request(grown[:8]) is None
+    for _ in range(5):
+        two.ahead += 30
+        two.request(grown[:8])
+    assert two.request(grown[:12]) is Refusal.FULL
+    assert two.saved(grown[:8]) == 8
+
+
+def test_a_refusal_mostly_takes_no_look_at_the_directory(server, monkeypatch):
+    looks = []
+    for name in ("collect", "usage"):
+        look = getattr(housekeeping, name)
+        monkeypatch.setattr(housekeeping, name, lambda *args, look=look: looks.append(1) or look(*args))
+    one = server(4.5)
+    a, b = prompt(4 * INTERVAL, 1), prompt(4 * INTERVAL, 2)
+    one.request(a)
+    one.ahead += 15
+    assert one.request(b) is Refusal.WARM
+    assert len(looks) == 2, "its size once, and how cold its coldest is"
+    for _ in range(20):
+        one.ahead += 0.1
+        one.request(a)
+        assert one.request(b) is Refusal.WARM
+    assert len(looks) == 2
+
+
+def test_a_directory_of_few_files_is_emptied_no_further_than_needed(server):
+    one = server(20.5)
+    for seed in range(20):
+        one.request(prompt(INTERVAL, seed))
+    one.ahead += 100
+    assert one.request(prompt(INTERVAL, 100)) is None
+    assert sum(one.saved(prompt(INTERVAL, seed)) > 0 for seed in range(20)) == 19
+
+
+def test_left_out_prompts_are_said_once_in_ten_minutes(server, caplog):
+    caplog.set_level(logging.INFO, "kvstore")
+    one = server(2.5)
+    for seed in range(12):
+        one.ahead += 0.01
+        one.request(prompt(2 * INTERVAL, seed))
+    said = [record.message for record in caplog.records if "wanted as much" in record.message]
+    assert len(said) == 1
+    one.ahead += 601
+    one.request(prompt(2 * INTERVAL, 0))
+    for seed in range(20, 24):
+        one.request(prompt(2 * INTERVAL, seed))
+    said = [record.message for record in caplog.records if "wanted as much" in record.message]
+    assert len(said) == 2
+    assert one.house.refused[Refusal.WARM][0] >= 12
+
+
+def test_a_write_limit_stops_writing_until_the_hour_goes_on(server):
+    one = server(write_limit=4 * NODE)
+    for seed in range(4):
+        assert one.request(prompt(INTERVAL, seed)) is None
+    assert one.request(prompt(INTERVAL, 4)) is Refusal.LIMIT
+    assert one.saved(prompt(INTERVAL, 4)) == 0
+    one.ahead += 15 * 60
+    assert one.request(prompt(INTERVAL, 4)) is None
+    assert one.request(prompt(INTERVAL, 5)) is Refusal.LIMIT
+    assert one.request(prompt(INTERVAL, 3)) is None, "it is there already"
+    assert one.house.refused[Refusal.LIMIT][0] == 2
+
+
+def test_the_alarm_says_when_hardly_anything_is_read_back(server, caplog):
+    one = server()
+    one.house.wrote(11 << 30, 1)
+    one.house.wrote(1 << 30, 1)
+    assert caplog.text.count("read back") == 1
+    one.ahead += 3601
+    one.house.wrote(1 << 30, 1)
+    assert caplog.text.count("read back") == 2
+    one.store.context.counters.add(restored_bytes=2 << 30)
+    one.ahead += 3601
+    one.house.wrote(1, 1)
+    assert caplog.text.count("read back") == 2
