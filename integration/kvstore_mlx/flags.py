@@ -6,7 +6,8 @@ A flag is one field and one argument of the same name; fields that are not given
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields
+import os
+from dataclasses import dataclass, field, fields
 
 from kvstore.errors import KVStoreError
 from kvstore.fs import Durability
@@ -19,10 +20,17 @@ __all__ = ["CacheArguments"]
 DEFAULT_SIZE = "20GiB"
 MIN_SIZE = 1 << 20
 
+SALT_VARIABLE = "KVSTORE_SALT"
+"""The environment variable that holds a salt when no flag does."""
+
+_MAX_SALT_BYTES = 4096
+
 
 @dataclass(frozen=True)
 class CacheArguments:
-    """directory: empty for the default one, None for none at all. The others are explained by the parser."""
+    """directory: empty for the default one, None for none at all. salt: a secret, so never shown. The others are
+    explained by the parser.
+    """
 
     directory: str | None = None
     size: int = parse_size(DEFAULT_SIZE)
@@ -32,6 +40,7 @@ class CacheArguments:
     strict: bool = False
     states: int = 1
     exact: bool = False
+    salt: bytes = field(default=b"", repr=False)
 
     @property
     def saving(self) -> Saving:
@@ -98,6 +107,21 @@ class CacheArguments:
             const=True,
             help="Restore only what a prefill computed, not what was decoded, whose last bits can differ",
         )
+        salt = group.add_mutually_exclusive_group()
+        salt.add_argument(
+            "--kv-cache-salt",
+            metavar="TEXT",
+            type=_salt,
+            help="A secret of your own: prompts are shared only with processes that have the same one. It shows in "
+            f"the list of processes; a file or ${SALT_VARIABLE} does not",
+        )
+        salt.add_argument(
+            "--kv-cache-salt-file",
+            dest="kv_cache_salt",
+            metavar="FILE",
+            type=_salt_file,
+            help="The same, read from a file; a line's end at its end does not count",
+        )
 
     @staticmethod
     def take_from(arguments: argparse.Namespace) -> CacheArguments:
@@ -105,10 +129,12 @@ class CacheArguments:
 
         Raises KVStoreError for flags that would silently do nothing.
         """
-        taken = {field.name: arguments.__dict__.pop(f"kv_cache_{field.name}") for field in fields(CacheArguments)}
+        taken = {each.name: arguments.__dict__.pop(f"kv_cache_{each.name}") for each in fields(CacheArguments)}
         given = {name: value for name, value in taken.items() if value is not None}
         if given and "directory" not in given:
             raise KVStoreError("the --kv-cache-… flags need --kv-cache-dir")
+        if "directory" in given and "salt" not in given and (salt := os.environ.get(SALT_VARIABLE)):
+            given["salt"] = _salt(salt)
         return CacheArguments(**given)
 
 
@@ -120,6 +146,25 @@ def _size(text: str) -> int:
     if size < MIN_SIZE:
         raise argparse.ArgumentTypeError(f"a budget of {format_size(size)} holds no prompt; give at least 1MiB")
     return size
+
+
+def _salt(text: str) -> bytes:
+    if not text:
+        raise argparse.ArgumentTypeError("an empty salt separates nobody from anybody")
+    return os.fsencode(text)
+
+
+def _salt_file(path: str) -> bytes:
+    """What a file (or a pipe) holds. Its content is in no message."""
+    try:
+        with open(path, "rb") as file:
+            salt = file.read(_MAX_SALT_BYTES + 1)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be read: {error.strerror}") from error
+    salt = salt.removesuffix(b"\n").removesuffix(b"\r")
+    if not 0 < len(salt) <= _MAX_SALT_BYTES:
+        raise argparse.ArgumentTypeError(f"{path} holds no salt: give it from 1 to {_MAX_SALT_BYTES} bytes")
+    return salt
 
 
 def _count(text: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class Settings:
     """What of an engine's and kvstore's settings decides the namespace. window: --max-kv-size of the engine."""
 
     versions: Mapping[str, str]
-    salt: bytes = b""
+    salt: bytes = field(default=b"", repr=False)
     quantization: Quantization | None = None
     strict_step: int | None = None
     window: int | None = None

@@ -101,6 +101,7 @@ def settings_of(arguments: argparse.Namespace, cache: CacheArguments) -> Any:
         quantization = Quantization(arguments.kv_bits, arguments.kv_group_size, arguments.quantized_kv_start)
     return Settings(
         versions,
+        salt=cache.salt,
         quantization=quantization,
         strict_step=arguments.prefill_step_size if cache.strict else None,
         window=getattr(arguments, "max_kv_size", None),

@@ -8,13 +8,13 @@ import pytest
 from engine_support import conversation, wait_saved
 
 from kvstore import KVStoreError
-from kvstore_mlx.serve import CacheArguments
+from kvstore_mlx.flags import CacheArguments
 
 
 def taken(*flags: str) -> CacheArguments:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int)
-    CacheArguments.add_to(parser)
+    CacheArguments.add_to(parser, "an engine")
     arguments = parser.parse_args(flags)
     found = CacheArguments.take_from(arguments)
     assert set(vars(arguments)) == {"port"}
