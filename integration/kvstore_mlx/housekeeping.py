@@ -2,7 +2,7 @@
 
 Runs on the writer thread, but for asked. The directory is measured once, before the first write, and again by each
 collection; in between what was written is added up. Other processes' writes are noticed at the next measurement, which
-is forced after a gibibyte of our own.
+is forced after a gibibyte of our own, or a tenth of the smallest quota of a namespace.
 
 A full directory takes a new node only when it is warmer than the coldest leaf (kvstore.admission). How warm that one is
 the last collection told, and a leaf only gets warmer, so mostly no look at the directory is needed to say no.
@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from enum import Enum
+from pathlib import Path
 
-from kvstore.admission import Warmth
+from kvstore.admission import JUST_USED_NS, Warmth
 from kvstore.errors import KVStoreError
 from kvstore.gc import GcReport, Policy, collect, usage
 from kvstore.lookup import Match
@@ -29,10 +30,6 @@ __all__ = ["Housekeeping", "Refusal"]
 log = logging.getLogger("kvstore")
 
 _MEASURE_AFTER_BYTES = 1 << 30
-
-_PROTECT_NS = 10 * 10**9
-"""What was written or looked up this recently is not evicted for something new. Less than the collector's own minute,
-because here more is known: a request is not served from what is cold, and what a publish stands on is protected."""
 
 _PAUSE = 20.0
 """A collection that made no room is not repeated for this many times what it took, and a second at least."""
@@ -70,6 +67,7 @@ class Housekeeping:
         self._warmth = Warmth()
         self._used: int | None = None
         self._since = 0
+        self._measure_after = _MEASURE_AFTER_BYTES
         self._coldest: int | None = None
         self._not_before = 0.0
         self._took = 0.0
@@ -113,12 +111,24 @@ class Housekeeping:
         """
         if self._limit is not None and not self._limit.allows(size, self._monotonic()):
             return self._refuse(Refusal.LIMIT, size)
-        if self._used is None or self._since > _MEASURE_AFTER_BYTES:
-            self._used, self._since = usage(self._store.context), 0
+        if self._used is None or self._since > self._measure_after:
+            self._used = self._look(namespace.standing(tokens).stands_on)
         if self._used + size <= self._budget:
             return None
         refusal = self._replace(size, namespace, tokens)
         return None if refusal is None else self._refuse(refusal, size)
+
+    def _look(self, stands_on: Container[Path]) -> int:
+        """What the directory takes. Namespaces over their quotas are cut back, which the budget alone may never do."""
+        quotas = read_quotas(self._store.context)
+        for problem in quotas.problems:
+            log.warning("kvstore: %s", problem)
+        self._measure_after = min([_MEASURE_AFTER_BYTES, *(size // 10 for size in quotas.sizes.values())])
+        if quotas.sizes:
+            policy = Policy(quotas=quotas.sizes, protect=stands_on, protect_ns=JUST_USED_NS, warmth=self._warmth)
+            return self._measure(collect(self._store.context, policy))
+        self._since = 0
+        return usage(self._store.context)
 
     def _replace(self, size: int, namespace: Namespace, tokens: bytes) -> Refusal | None:
         """Collect if the node is warm enough for another to go, and if that was not just found to be of no use."""
@@ -134,7 +144,7 @@ class Housekeeping:
             quotas=read_quotas(self._store.context).sizes,
             protect=node.stands_on,
             spare=int(self._budget // 10 * min(1.0, self._took / _SPARE_S)),
-            protect_ns=_PROTECT_NS,
+            protect_ns=JUST_USED_NS,
             warmth=self._warmth,
             warm_ns=limit,
         )

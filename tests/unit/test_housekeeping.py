@@ -11,6 +11,7 @@ from gc_support import SECOND, blocks, check_valid, manifests
 
 from kvstore import NamespaceInfo, Span, TensorSpec
 from kvstore.gc import usage
+from kvstore.quotas import write_quota
 from kvstore_mlx import housekeeping
 from kvstore_mlx.housekeeping import Housekeeping, Refusal
 
@@ -209,3 +210,31 @@ def test_the_alarm_says_when_hardly_anything_is_read_back(server, caplog):
     one.ahead += 3601
     one.house.wrote(1, 1)
     assert caplog.text.count("read back") == 2
+
+
+def test_a_namespace_stays_within_its_quota_while_the_budget_is_far(server):
+    """Looked at after each tenth of the quota; the other namespace of the directory is older, and keeps all it has."""
+    one = server()
+    other = one.store.namespace(NamespaceInfo({"model": "another"}))
+    other.publish(prompt(INTERVAL, 500), [Span(0, INTERVAL, SPECS, [bytes(512 * INTERVAL)])])
+    write_quota(one.store.context, one.space.id, 10 * NODE)
+    most = 0
+    for seed in range(40):
+        assert one.request(prompt(INTERVAL, seed)) is None
+        one.ahead += 20
+        most = max(most, len(manifests(one.store.path)))
+    assert 8 <= most - 1 <= 12
+    assert one.saved(prompt(INTERVAL, 39)) == INTERVAL
+    assert one.saved(prompt(INTERVAL, 0)) == 0
+    assert other.lookup(prompt(INTERVAL, 500)).count == INTERVAL
+    check_valid(one.store.path)
+
+
+def test_a_quota_that_says_nothing_is_warned_of_and_limits_nothing(server, caplog):
+    one = server()
+    one.store.context.layout.quota_file(one.space.id).write_text("much")
+    with caplog.at_level(logging.WARNING, "kvstore"):
+        for seed in range(5):
+            assert one.request(prompt(INTERVAL, seed)) is None
+    assert caplog.text.count("does not hold a size") == 1
+    assert len(manifests(one.store.path)) == 5
