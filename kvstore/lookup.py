@@ -273,7 +273,7 @@ def load_manifest(space: Space, path: Path) -> Manifest | None:
     try:
         data, _ = context.fs.read_file(path, max_manifest_bytes(context.interval))
         manifest = decode(data)
-        if manifest.name.file(manifest.kind) != path.name or manifest.fingerprint != space.fingerprint:
+        if manifest.file_name != path.name or manifest.fingerprint != space.fingerprint:
             raise DamagedManifestError("manifest lies under another name")
     except FileNotFoundError:
         context.counters.add(missing=1)

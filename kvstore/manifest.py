@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kvstore.errors import DamagedManifestError, FormatVersionError
 from kvstore.keys import TOKEN_BYTES, Buffer, Key, checksum, node_key
 from kvstore.keys import rungs as rungs_of
-from kvstore.layout import Kind, NodeName
+from kvstore.layout import NAME_KEY_BYTES, Kind, NodeName
 
 __all__ = [
     "MAX_MANIFEST_BYTES",
@@ -95,8 +95,14 @@ class Manifest:
 
     @property
     def name(self) -> NodeName:
-        """The file name this manifest must have."""
+        """The parts of its file's name."""
         return NodeName.of(self.parent, self.count, self.key, rungs_of(self.tokens, self.count))
+
+    @property
+    def file_name(self) -> str:
+        """The name that its file must have: name.file, without the parts, because fsck asks a million manifests."""
+        parent, key, count = self.parent[:NAME_KEY_BYTES].hex(), self.key[:NAME_KEY_BYTES].hex(), self.count
+        return f"{parent}-{count}-{key}-{rungs_of(self.tokens, count)}.{self.kind}"
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -165,13 +171,7 @@ def decode(data: Buffer) -> Manifest:
     tokens = bytes(view[tokens_at:refs_at])
     if node_key(parent, tokens) != key:
         raise DamagedManifestError("manifest key is not the key of its tokens")
-    rows = list(_REF.iter_unpack(view[refs_at:writer_at]))
-    if any(flags & ~_DECODE_FLAG or reserved for *_, flags, reserved in rows):
-        raise DamagedManifestError("manifest has flags this version does not know")
-    blocks = tuple(
-        BlockRef(digest, size, ref_first, ref_count, payload, bool(flags))
-        for digest, size, ref_first, ref_count, payload, flags, _ in rows
-    )
+    blocks = _block_refs(view[refs_at:writer_at])
     kind = _KIND_OF[kind_number]
     if kind == "kv" and blocks:
         _check_spans(blocks, first, count)
@@ -215,6 +215,15 @@ def decode_references(data: Buffer) -> References:
         raise DamagedManifestError("manifest checksum does not match")
     blocks = tuple(row[:2] for row in _REF.iter_unpack(view[refs_at:writer_at]))
     return References(parent, first, view[_HEAD.size : refs_at], blocks)
+
+
+def _block_refs(rows: memoryview) -> tuple[BlockRef, ...]:
+    blocks = []
+    for digest, size, first, count, payload, flags, reserved in _REF.iter_unpack(rows):
+        if flags & ~_DECODE_FLAG or reserved:
+            raise DamagedManifestError("manifest has flags this version does not know")
+        blocks.append(BlockRef(digest, size, first, count, payload, flags == _DECODE_FLAG))
+    return tuple(blocks)
 
 
 def _check_spans(blocks: tuple[BlockRef, ...], first: int, count: int) -> None:

@@ -49,7 +49,7 @@ def load(context: Context, file: NodeFile) -> Stored | None:
             raise DamagedManifestError(f"it cannot be a manifest: {error.strerror}") from error
         raise
     manifest = decode(data)
-    if manifest.name.file(manifest.kind) != file.file:
+    if manifest.file_name != file.file:
         raise DamagedManifestError("it is the manifest of another prefix than its name says")
     if manifest.fingerprint[:NAME_KEY_BYTES].hex() != file.namespace:
         raise DamagedManifestError("it belongs to another namespace than its folder")

@@ -148,7 +148,7 @@ def _misplaced(reader: Reader, manifest: Manifest, namespace: str, file: str) ->
     """What contradicts the place of a manifest that is whole in itself."""
     if manifest.fingerprint[:NAME_KEY_BYTES].hex() != namespace:
         return Fault("manifest-misnamed", "It belongs to another namespace than its folder.")
-    if manifest.name.file(manifest.kind) != file:
+    if manifest.file_name != file:
         return Fault("manifest-misnamed", "It is the manifest of another prefix than its name says.")
     if manifest.interval != reader.interval:
         sentence = f"Its interval is {manifest.interval} tokens, and the directory's is {reader.interval}."
