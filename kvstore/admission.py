@@ -22,7 +22,11 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-__all__ = ["Warmth"]
+__all__ = ["JUST_USED_NS", "Warmth"]
+
+JUST_USED_NS = 10 * 10**9
+"""What was written or looked up this recently does not go for something new, however warm that is: a request that found
+a prefix reads it within seconds."""
 
 _TAU = 1.7
 """How long a use counts, in paces."""
