@@ -135,7 +135,7 @@ class Sweeper:
 def changed(file: Doomed) -> bool:
     """Whether a file was touched or replaced since it was looked at. One that is gone is not. Raises OSError."""
     try:
-        status = os.stat(file.path, follow_symlinks=False)
+        status = os.lstat(file.path)
     except FileNotFoundError:
         return False
     return (status.st_mtime_ns, status.st_ctime_ns) != (file.mtime_ns, file.ctime_ns)
