@@ -56,16 +56,26 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         (mlx_lm.server's generation thread ends when a fetched cache leaves nothing to compute.)
         """
         started = time.perf_counter()
+        caches, rest = self._from_memory(model, tokens)
+        return self.extend(model, tokens, caches, len(tokens) - len(rest), started)
+
+    def extend(
+        self, model: Any, tokens: list[int], caches: list[Any] | None, in_memory: int, started: float | None = None
+    ) -> tuple[list[Any] | None, list[int]]:
+        """What the directory has beyond the caches in memory, which hold the first in_memory tokens of a prompt.
+
+        started is when the search began (time.perf_counter), for the log.
+        """
+        started = time.perf_counter() if started is None else started
         self._pending = None
         self._finishing.clear()
-        caches, rest = self._from_memory(model, tokens)
         space = self._spaces.of(model)
+        if space is not None and caches is not None and not _holds(space, caches, in_memory):
+            # mlx-lm trims a ChunkedKVCache no further than what is left of it, and says nothing.
+            caches, in_memory = None, 0
+        rest = list(tokens[in_memory:])
         if space is None:
             return caches, rest
-        if caches is not None and not _holds(space, caches, len(tokens) - len(rest)):
-            # mlx-lm trims a ChunkedKVCache no further than what is left of it, and says nothing.
-            caches, rest = None, list(tokens)
-        in_memory = len(tokens) - len(rest)
         try:
             return self._from_disk(space, tokens, caches, in_memory, started)
         except TokenError:

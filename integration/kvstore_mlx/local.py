@@ -1,0 +1,168 @@
+"""``kvstore generate`` and ``kvstore chat``: mlx-lm's commands of the same names, with a cache directory below them.
+
+Without ``--kv-cache-dir`` mlx-lm's own main runs and nothing of it is replaced but the parser's flag list. With it, the
+``stream_generate`` that the command calls first restores what is saved of its prompt, and saves what is new.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvstore.errors import KVStoreError
+from kvstore.store import Store
+from kvstore_mlx.flags import CacheArguments
+from kvstore_mlx.wrapping import Refusal, leave, open_store, run_engine, settings_of
+
+__all__ = ["chat", "generate"]
+
+log = logging.getLogger("kvstore")
+
+DRAIN_S = 60.0
+"""How long the end of a command waits for the disk."""
+
+
+def generate(argv: Sequence[str]) -> int:
+    """``kvstore generate``; returns the exit code of the process."""
+    return _command("generate", argv)
+
+
+def chat(argv: Sequence[str]) -> int:
+    """``kvstore chat``; returns the exit code of the process."""
+    return _command("chat", argv)
+
+
+def _command(name: str, argv: Sequence[str]) -> int:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        module = importlib.import_module(f"mlx_lm.{name}")
+    except ImportError as error:
+        raise Refusal(
+            name, f"mlx-lm cannot be imported ({error}); install it with: pip install 'kvstore-llm[mlx]'"
+        ) from None
+    opened: list[Cached] = []
+
+    def prepared(arguments: argparse.Namespace, cache: CacheArguments) -> None:
+        if cache.directory is not None:
+            opened.append(_open(name, module, arguments, cache))
+
+    original = vars(module)["stream_generate"]
+
+    def stream_generate(*args: Any, **kwargs: Any) -> Any:
+        return opened[0].responses(original, *args, **kwargs) if opened else original(*args, **kwargs)
+
+    try:
+        code = run_engine(name, module, argv, prepared, stream_generate=stream_generate)
+    finally:
+        for cached in opened:
+            cached.close()
+    if opened:
+        leave(code)
+    return code
+
+
+def _open(name: str, module: ModuleType, arguments: argparse.Namespace, cache: CacheArguments) -> Cached:
+    """The cache of one command; Refusal with one sentence when there can be none."""
+    model = arguments.model or vars(module)["DEFAULT_MODEL"]
+    if model.startswith(("/", ".", "~")) and not Path(model).exists():
+        raise Refusal(name, f"cannot load the model {model}: there is no such folder")
+    if sys.stderr.isatty():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+    try:
+        settings = settings_of(arguments, cache)
+        store = open_store(cache)
+    except KVStoreError as error:
+        raise Refusal(name, error) from None
+    draft = getattr(arguments, "draft_model", None)
+    return Cached(store, (model, arguments.adapter_path, draft), settings, cache)
+
+
+class Cached:
+    """What one command restores and saves."""
+
+    def __init__(
+        self, store: Store, model_key: tuple[str, str | None, str | None], settings: Any, cache: CacheArguments
+    ) -> None:
+        from kvstore_mlx.housekeeping import Housekeeping  # noqa: PLC0415 - imports the engine
+        from kvstore_mlx.spaces import Spaces  # noqa: PLC0415 - as above
+        from kvstore_mlx.tier import TieredPromptCache  # noqa: PLC0415 - as above
+        from kvstore_mlx.writer import Writer  # noqa: PLC0415 - as above
+
+        self._store = store
+        self._key = model_key
+        self._settings = settings
+        self._loaded = SimpleNamespace(model=None, draft_model=None)
+        self._writer = Writer(Housekeeping(store, cache.size))
+        # Nothing is kept in memory: a command has one conversation, and its caches are the engine's.
+        self._tier = TieredPromptCache(0, Spaces(store, self._loaded, settings), self._writer, cache.saving)
+        self._history: tuple[Any, list[int]] = (None, [])
+
+    def responses(
+        self,
+        original: Callable[..., Any],
+        model: Any,
+        tokenizer: Any,
+        prompt: Any,
+        *args: Any,
+        prompt_cache: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> Iterator[Any]:
+        """As mlx_lm.stream_generate, of which original is the one that is replaced."""
+        from mlx_lm.generate import generation_stream  # noqa: PLC0415 - imports the engine
+
+        from kvstore_mlx.engine import recording_stream_generate  # noqa: PLC0415 - as above
+        from kvstore_mlx.spaces import make_caches  # noqa: PLC0415 - as above
+
+        draft = kwargs.get("draft_model")
+        caches, history = prompt_cache, self._history[1] if prompt_cache is self._history[0] else []
+        known = history or caches is None or all(cache.empty() for cache in caches)
+        if kwargs.get("input_embeddings") is not None or not known or args:
+            # Images, or caches from elsewhere: nobody knows which tokens they hold.
+            log.info("kvstore: served without the cache directory")
+            yield from original(model, tokenizer, prompt, *args, prompt_cache=prompt_cache, **kwargs)
+            return
+        if caches is None:
+            caches = make_caches(model, draft, None if draft is not None else kwargs.get("max_kv_size"))
+        self._loaded.model, self._loaded.draft_model = model, draft
+        tokens = [*history, *_tokens(tokenizer, prompt)]
+        found, rest = self._tier.extend(self._key, tokens, caches if history else None, len(history))
+        if found is not None:
+            # In place: a chat holds on to its list.
+            caches[:] = found
+        stream = recording_stream_generate(original, self._tier, self._settings.quantization)
+        generated: list[int] = []
+        try:
+            for response in stream(
+                model=model, tokenizer=tokenizer, prompt=rest, prompt_cache=caches, stream=generation_stream, **kwargs
+            ):
+                generated.append(response.token)
+                yield response
+        finally:
+            if generated:
+                held = [*tokens, *generated]
+                self._tier.insert_cache(self._key, held, caches)
+                self._history = (prompt_cache, held)
+
+    def close(self) -> None:
+        """Write what is queued, and let the directory go."""
+        if not self._writer.close(DRAIN_S):
+            log.warning("kvstore: stopped before everything was written; what is missing will be computed again")
+        self._store.close()
+
+
+def _tokens(tokenizer: Any, prompt: Any) -> list[int]:
+    """A prompt as mlx_lm.stream_generate would tokenize it."""
+    if isinstance(prompt, str):
+        special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+        return list(tokenizer.encode(prompt, add_special_tokens=special))
+    return [int(token) for token in (prompt if isinstance(prompt, list) else prompt.tolist())]
