@@ -20,10 +20,13 @@ MIN_TOKENS = 64
 
 @dataclass(frozen=True)
 class Saving:
-    """How states are thinned, and what is taken from disk. every: chunk borders a state, 0 for none at them."""
+    """How states are thinned, and what is taken from disk. every: chunk borders a state, 0 for none at them.
+    min_tokens: the shortest prefix worth saving or restoring, None for what is measured (kvstore_mlx.breakeven).
+    """
 
     every: int = 1
     prefill_only: bool = False
+    min_tokens: int | None = None
 
 
 def boundaries(prompt: int, interval: int, every: int, stable: Iterable[int] = ()) -> tuple[int, ...]:

@@ -41,11 +41,13 @@ class CacheArguments:
     states: int = 1
     exact: bool = False
     salt: bytes = field(default=b"", repr=False)
+    min_tokens: int | None = None
+    write_limit: int | None = None
 
     @property
     def saving(self) -> Saving:
         """How states are thinned, and what is taken from disk."""
-        return Saving(self.states, self.exact)
+        return Saving(self.states, self.exact, self.min_tokens)
 
     @staticmethod
     def add_to(parser: argparse.ArgumentParser, engine: str) -> None:
@@ -106,6 +108,19 @@ class CacheArguments:
             action="store_const",
             const=True,
             help="Restore only what a prefill computed, not what was decoded, whose last bits can differ",
+        )
+        group.add_argument(
+            "--kv-cache-min-tokens",
+            metavar="N",
+            type=_min_tokens,
+            help="Neither save nor restore fewer tokens than this; auto measures what is cheaper to compute than to "
+            "read (default: auto)",
+        )
+        group.add_argument(
+            "--kv-cache-write-limit",
+            metavar="SIZE",
+            type=_limit,
+            help="Write at most so much an hour, to spare the disk, such as 50GiB (default: no limit)",
         )
         salt = group.add_mutually_exclusive_group()
         salt.add_argument(
@@ -170,6 +185,24 @@ def _salt_file(path: str) -> bytes:
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of chunks such as 1 or 4")
+    return int(text)
+
+
+def _limit(text: str) -> int:
+    try:
+        size = parse_size(text)
+    except KVStoreError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if size < MIN_SIZE:
+        raise argparse.ArgumentTypeError(f"{format_size(size)} an hour is not a prompt; give at least 1MiB")
+    return size
+
+
+def _min_tokens(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number of tokens such as 256")
     return int(text)
 
 

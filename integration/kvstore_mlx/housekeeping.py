@@ -94,6 +94,9 @@ class Housekeeping:
 
     def wrote(self, size: int, tokens: int = 0) -> None:
         """Account for bytes that were just written, for so many new tokens."""
+        if self._coldest is not None:
+            # A new node may be the coldest, where all others are ahead of the clock.
+            self._coldest = min(self._coldest, self._store.context.clock())
         if self._used is not None:
             self._used += size
         self._since += size

@@ -19,8 +19,9 @@ from typing import Any
 
 from kvstore.errors import KVStoreError
 from kvstore.store import Store
-from kvstore_mlx.boundaries import Saving, stable_end
+from kvstore_mlx.boundaries import stable_end
 from kvstore_mlx.engine import RecordingBatchGenerator, recording_stream_generate
+from kvstore_mlx.flags import CacheArguments
 from kvstore_mlx.housekeeping import Housekeeping
 from kvstore_mlx.spaces import Settings, Spaces
 from kvstore_mlx.tier import TieredPromptCache, guarded
@@ -108,14 +109,14 @@ class RunningServer:
     """One ``kvstore serve`` process from its start to its exit code."""
 
     def __init__(
-        self, server: ModuleType, store: Store, budget: int, provider: Any, *, settings: Settings, saving: Saving
+        self, server: ModuleType, store: Store, cache: CacheArguments, provider: Any, *, settings: Settings
     ) -> None:
         self._server = server
         self._provider = provider
         self._quantization = settings.quantization
-        self._writer = Writer(Housekeeping(store, budget))
+        self._writer = Writer(Housekeeping(store, cache.size, cache.write_limit))
         self._spaces = Spaces(store, provider, settings)
-        self._tier = TieredPromptCache(provider.cli_args.prompt_cache_size, self._spaces, self._writer, saving)
+        self._tier = TieredPromptCache(provider.cli_args.prompt_cache_size, self._spaces, self._writer, cache.saving)
         self._requests = Requests()
         self._failure: KVStoreError | None = None
         self._stopping = False

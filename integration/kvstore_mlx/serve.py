@@ -59,7 +59,7 @@ def _serve(server: ModuleType, cache: CacheArguments, host: str, port: int, prov
     except KVStoreError as error:
         raise Refusal("serve", error) from None
     with store:
-        running = RunningServer(server, store, cache.size, provider, settings=settings, saving=cache.saving)
+        running = RunningServer(server, store, cache, provider, settings=settings)
         with replaced(
             server,
             BatchGenerator=running.batch_generator,
