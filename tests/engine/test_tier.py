@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import ArraysCache, KVCache
+from cache_support import Feed, attention_plan, forward
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache
 
+from kvstore import NamespaceInfo, Store
+from kvstore_mlx.boundaries import Saving
+from kvstore_mlx.forms import Form, ModelSpace
+from kvstore_mlx.housekeeping import Housekeeping
 from kvstore_mlx.tier import TieredPromptCache
+from kvstore_mlx.writer import Writer
 
 MODEL = ("model", None, None)
 
@@ -20,13 +28,21 @@ class NoSpaces:
         return None
 
 
-def kv(tokens: int) -> list:
+class OneSpace(NoSpaces):
+    def __init__(self, space: ModelSpace) -> None:
+        self.space = space
+
+    def of(self, model):
+        return self.space
+
+
+def kv(tokens: int) -> list[Any]:
     cache = KVCache()
     cache.update_and_fetch(mx.zeros((1, 1, tokens, 4)), mx.zeros((1, 1, tokens, 4)))
     return [cache]
 
 
-def recurrent() -> list:
+def recurrent() -> list[Any]:
     cache = ArraysCache(1)
     cache[0] = mx.zeros((1, 4))
     return [cache]
@@ -34,7 +50,7 @@ def recurrent() -> list:
 
 @pytest.fixture
 def tier():
-    return TieredPromptCache(10, NoSpaces(), None)
+    return TieredPromptCache(10, NoSpaces(), None, Saving())
 
 
 def test_an_exact_hit_of_a_trimmable_cache_leaves_one_token(tier):
@@ -67,21 +83,160 @@ def test_a_fetched_entry_is_a_copy(tier):
 
 
 class Broken(NoSpaces):
+    stateful = False
+
     def of(self, model):
         return self
 
     @property
-    def namespace(self):
+    def usable(self):
         raise RuntimeError("a bug of ours")
 
 
 def test_a_bug_of_ours_is_logged_and_the_request_computed(caplog):
-    tier = TieredPromptCache(10, Broken(), None)
+    tier = TieredPromptCache(10, Broken(), None, Saving())
     assert tier.fetch_nearest_cache(MODEL, [1, 2, 3]) == (None, [1, 2, 3])
     assert "lookup failed, computing instead" in caplog.text
+    assert tier.take_recording() is None
 
 
 def test_images_are_served_without_the_directory(caplog):
-    tier = TieredPromptCache(10, Broken(), None)
+    tier = TieredPromptCache(10, Broken(), None, Saving())
     assert tier.fetch_nearest_cache(MODEL, [1, -77, -77, 3]) == (None, [1, -77, -77, 3])
     assert "lookup failed" not in caplog.text
+    assert tier.take_recording() is None
+
+
+class TestWithADirectory:
+    @pytest.fixture
+    def store(self, tmp_path):
+        with Store.open(tmp_path / "cache", interval=128) as opened:
+            yield opened
+
+    @pytest.fixture
+    def writer(self, store):
+        made = Writer(Housekeeping(store, 1 << 30))
+        yield made
+        made.close(10)
+
+    def tier_of(self, store, writer, make, saving=None) -> tuple[TieredPromptCache, Form]:
+        form = Form(attention_plan(make), store.namespace(NamespaceInfo({"model": make().__repr__()[:20]})))
+        return TieredPromptCache(10, OneSpace(ModelSpace((form,), "m")), writer, saving or Saving()), form
+
+    def save(self, tier, make, tokens: list[int], generated: int = 0) -> list[Any]:
+        """A request from its lookup to its end, computed without an engine."""
+        caches, rest = tier.fetch_nearest_cache(MODEL, tokens)
+        recording = tier.take_recording()
+        assert tier.take_recording() is None  # It is of one request.
+        caches = make() if caches is None else caches
+        for cache in caches:
+            forward(cache, Feed(1), len(rest) + generated)
+        tier.expect(caches, recording)
+        tier.insert_cache(MODEL, tokens + [9] * generated, caches)
+        assert tier._writer.drain(10)
+        return caches
+
+    def test_what_is_not_in_memory_comes_from_disk(self, store, writer):
+        def make():
+            return [KVCache(), KVCache()]
+
+        tier, form = self.tier_of(store, writer, make)
+        tokens = list(range(1, 301))
+        self.save(tier, make, tokens)
+        assert form.namespace.lookup(tokens).count == 300
+        again, _ = self.tier_of(store, writer, make)
+        caches, rest = again.fetch_nearest_cache(MODEL, tokens)
+        assert [cache.offset for cache in caches] == [299, 299]
+        assert rest == tokens[-1:]
+        # A memory that reaches as far is asked first.
+        again.insert_cache(MODEL, tokens[:250], self.trimmed(caches, 250))
+        _, rest = again.fetch_nearest_cache(MODEL, tokens[:251])
+        assert len(rest) == 1
+
+    @staticmethod
+    def trimmed(caches, tokens):
+        for cache in caches:
+            cache.trim(cache.offset - tokens)
+        return caches
+
+    def test_a_cache_that_nobody_recorded_is_not_saved(self, store, writer):
+        def make():
+            return [KVCache(), KVCache()]
+
+        tier, form = self.tier_of(store, writer, make)
+        tokens = list(range(1, 301))
+        tier.fetch_nearest_cache(MODEL, tokens)
+        caches = make()
+        for cache in caches:
+            forward(cache, Feed(1), 300)
+        tier.insert_cache(MODEL, tokens, caches)
+        assert writer.drain(10)
+        assert form.namespace.lookup(tokens).count == 0
+
+    def test_layers_of_another_length_than_their_tokens_are_not_saved(self, store, writer, caplog):
+        def make():
+            return [KVCache(), KVCache()]
+
+        tier, form = self.tier_of(store, writer, make)
+        tokens = list(range(1, 301))
+        tier.fetch_nearest_cache(MODEL, tokens)
+        caches = make()
+        for cache, count in zip(caches, (300, 299), strict=True):
+            forward(cache, Feed(1), count)
+        tier.expect(caches, tier.take_recording())
+        tier.insert_cache(MODEL, tokens, caches)
+        assert writer.drain(10)
+        assert form.namespace.lookup(tokens).count == 0
+        assert "not saved: layers hold [299, 300] tokens where 300 were computed" in caplog.text
+
+    def test_a_cache_in_memory_that_was_trimmed_too_far_is_left_out(self, store, writer, caplog):
+        """mlx-lm trims a ChunkedKVCache no further than what is left of it, and says nothing."""
+
+        def make():
+            return [ChunkedKVCache(16)]
+
+        tier, _ = self.tier_of(store, writer, make)
+        caches = make()
+        forward(caches[0], Feed(1), 300)
+        caches[0].maybe_trim_front()
+        tier.insert_cache(MODEL, list(range(300)), caches)
+        caches, rest = tier.fetch_nearest_cache(MODEL, [*range(200), 7])
+        assert (caches, len(rest)) == (None, 201)
+        assert "a cache in memory was left out" in caplog.text
+        # Within what is left it is as good as any.
+        caches, rest = tier.fetch_nearest_cache(MODEL, [*range(295), 7])
+        assert (caches[0].offset, len(rest)) == (295, 1)
+
+    def test_boundaries_of_a_model_that_needs_them(self, store, writer):
+        def make():
+            return [ChunkedKVCache(16)]
+
+        tokens = list(range(1, 601))
+        for every, expected in ((1, [128, 256, 384, 512, 599]), (2, [256, 512, 599]), (0, [599])):
+            tier, _ = self.tier_of(store, writer, make, Saving(every))
+            assert tier.needs_boundaries(MODEL)
+            tier.announce(tokens, [300])
+            tier.fetch_nearest_cache(MODEL, tokens)
+            assert tier.take_recording().boundaries == sorted({*expected, 300})
+            # What was announced is of that prompt alone.
+            tier.fetch_nearest_cache(MODEL, tokens[:-1])
+            assert 300 not in tier.take_recording().boundaries
+
+    def test_a_model_that_needs_none_has_none(self, store, writer):
+        tier, _ = self.tier_of(store, writer, lambda: [KVCache()])
+        assert not tier.needs_boundaries(MODEL)
+        tier.announce(list(range(600)), [300])
+        tier.fetch_nearest_cache(MODEL, list(range(600)))
+        assert tier.take_recording().boundaries == []
+
+    def test_a_form_with_trouble_is_neither_read_nor_written(self, store, writer):
+        def make():
+            return [KVCache()]
+
+        tier, form = self.tier_of(store, writer, make)
+        tokens = list(range(1, 301))
+        self.save(tier, make, tokens)
+        fresh, form = self.tier_of(store, writer, make)
+        form.trouble = "the disk lies"
+        assert fresh.fetch_nearest_cache(MODEL, tokens) == (None, tokens)
+        assert fresh.take_recording() is None

@@ -2,46 +2,54 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from conftest import make_model
 from engine_support import conversation
 
-GEMMA3 = {
-    "model_type": "gemma3_text",
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "sliding_window": 128,
-    "sliding_window_pattern": 3,
-}
+# A model that brings a cache class of its own, as one with trust_remote_code may: mlx-lm loads it from its folder.
+BROUGHT = """
+from mlx_lm.models import llama
+from mlx_lm.models.cache import KVCache
+from mlx_lm.models.llama import ModelArgs
 
 
-def test_a_rotating_cache_turns_caching_off(serve, tmp_path):
-    model = make_model(tmp_path / "gemma", GEMMA3)
-    plain = serve(model).chat(conversation(1))
-    server = serve(model, "--kv-cache-dir", str(tmp_path / "cache"))
+class OwnCache(KVCache):
+    pass
+
+
+class Model(llama.Model):
+    def make_cache(self):
+        return [OwnCache() for _ in self.layers]
+"""
+
+
+@pytest.fixture
+def own_class(tiny_llama, tmp_path):
+    """A folder whose model uses a class without codec."""
+    folder = Path(shutil.copytree(tiny_llama, tmp_path / "own"))
+    (folder / "own_model.py").write_text(BROUGHT)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_file": "own_model.py"}))
+    return folder
+
+
+def test_a_class_without_codec_turns_caching_off(serve, own_class, tmp_path):
+    flags = ("--trust-remote-code",)
+    plain = serve(own_class, *flags).chat(conversation(1))
+    server = serve(own_class, *flags, "--kv-cache-dir", str(tmp_path / "cache"))
     for _ in range(2):
-        answer = server.chat(conversation(1))
-        assert answer.ids == plain.ids
-    assert server.log.count("caching is off for") == 1
-    assert "it uses RotatingKVCache" in server.log
+        assert server.chat(conversation(1)).ids == plain.ids
+    assert server.stop() == 0
+    lines = [line for line in server.log.splitlines() if "caching is off for" in line]
+    assert len(lines) == 1
+    assert "it uses OwnCache, which cannot be saved yet" in lines[0]
+    assert "Traceback" not in server.log
     assert not list((tmp_path / "cache" / "objects" / "blocks").iterdir())
-
-
-def test_kv_bits_turns_caching_off(serve, tiny_llama, tmp_path):
-    flags = ("--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "0")
-    make = make_model(tmp_path / "wide", {**__import__("conftest").TINY_LLAMA, "head_dim": 32})
-    plain = serve(make, *flags).chat(conversation(1))
-    server = serve(make, *flags, "--kv-cache-dir", str(tmp_path / "cache"))
-    assert server.chat(conversation(1)).ids == plain.ids
-    assert server.log.count("caching is off for") == 1
-    assert "--kv-bits" in server.log
 
 
 def test_versions_out_of_range_are_refused(monkeypatch):

@@ -7,11 +7,12 @@ import json
 import os
 import shutil
 
+import mlx.core as mx
 import pytest
+from mlx import nn
 
 from kvstore_mlx import weights
-from kvstore_mlx.fingerprint import describe
-from kvstore_mlx.weights import Memory, weights_digest
+from kvstore_mlx.weights import Memory, parameters_digest, weights_digest
 
 
 @pytest.fixture
@@ -119,32 +120,29 @@ def test_a_memory_that_cannot_be_written_is_let_be(tmp_path, reads):
     assert len(reads) == 2
 
 
-def test_what_changes_kv_is_in_the_namespace(tiny_llama, tmp_path):
-    def fingerprint(model=tiny_llama, adapter=None, draft=None, caches=(), versions=("1", "2")):
-        info = describe(
-            str(model),
-            adapter,
-            draft,
-            [type(name, (), {})() for name in caches],
-            dict(zip("ab", versions, strict=True)),
-        )
-        return info.fingerprint
+class TestParameters:
+    """Models that are no files are told apart by what they hold."""
 
-    base = fingerprint()
-    assert base == fingerprint()
-    shutil.copytree(tiny_llama, tmp_path / "copy")
-    assert fingerprint(tmp_path / "copy") == base
-    (tmp_path / "copy" / "tokenizer_config.json").write_text('{"chat_template": "another"}')
-    assert fingerprint(tmp_path / "copy") == base
-    adapter = make(tmp_path / "adapter", adapters=b"lora")
-    others = {
-        fingerprint(adapter=str(adapter)),
-        fingerprint(draft=str(tiny_llama)),
-        fingerprint(caches=["KVCache"]),
-        fingerprint(versions=("1", "3")),
-    }
-    config = json.loads((tmp_path / "copy" / "config.json").read_text())
-    (tmp_path / "copy" / "config.json").write_text(json.dumps({**config, "rope_theta": 5.0}))
-    others.add(fingerprint(tmp_path / "copy"))
-    assert len(others) == 5
-    assert base not in others
+    def digest(self, dtype=mx.float32, **changes):
+        layer = nn.Linear(4, 3)
+        layer.update({"weight": mx.arange(12).reshape(3, 4).astype(dtype), "bias": mx.zeros(3, dtype), **changes})
+        return parameters_digest(layer)
+
+    def test_content_counts(self):
+        base = self.digest()
+        assert self.digest() == base
+        changed = mx.arange(12).reshape(3, 4).astype(mx.float32)
+        changed[2, 3] = -1
+        others = {
+            self.digest(weight=changed),
+            self.digest(bias=mx.ones(3)),
+            self.digest(mx.float16),
+            self.digest(weight=mx.arange(12).reshape(4, 3).astype(mx.float32)),
+        }
+        assert len(others | {base}) == 5
+
+    def test_a_view_counts_by_its_content(self):
+        """Parameters may be strided views; a memoryview of one covers more than it."""
+        whole = mx.arange(24).reshape(3, 8).astype(mx.float32)
+        view = whole[:, ::2]
+        assert self.digest(weight=view) == self.digest(weight=mx.contiguous(view))
