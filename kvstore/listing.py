@@ -7,15 +7,17 @@ from the manifests; no block is opened, so what is damaged inside one is for fsc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from kvstore.context import Context
-from kvstore.marking import Marked, Marks, mark
+from kvstore.forest import Forest
+from kvstore.marking import mark
 from kvstore.namespace import read_label
 from kvstore.scan import Tally, nodes
 
-__all__ = ["Conversation", "Listing", "listing"]
+__all__ = ["Branch", "Conversation", "Listing", "NamespaceRow", "branches", "by_namespace", "listing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +43,51 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
+class Branch:
+    """A run of nodes that conversations go through together, up to where they part or where one ends.
+
+    parent: index of the branch before it, which comes earlier in the list; None where a conversation begins. first,
+    end: the tokens that it adds. size: bytes of the blocks that its nodes name. used_ns: last use of its last node.
+    leaf: a conversation ends here, with that key; resumable and complete: as for that one.
+    """
+
+    parent: int | None
+    namespace: str
+    label: str
+    key: str
+    first: int
+    end: int
+    nodes: int
+    size: int
+    used_ns: int
+    leaf: bool
+    resumable: bool
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceRow:
+    """The conversations of one namespace. tokens: the longest. size: bytes of all blocks that the namespace names."""
+
+    namespace: str
+    label: str
+    conversations: int
+    tokens: int
+    size: int
+    used_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Listing:
-    """conversations in no particular order; damaged: manifests that could not be read; foreign: files not ours."""
+    """conversations in no particular order; damaged: manifests that could not be read; foreign: files not ours.
+
+    forest: the nodes that they are made of, for branches and by_namespace.
+    """
 
     conversations: list[Conversation]
     damaged: int
     foreign: int
+    forest: Forest = field(repr=False)
 
 
 def listing(context: Context, namespaces: Iterable[str] | None = None) -> Listing:
@@ -55,7 +96,8 @@ def listing(context: Context, namespaces: Iterable[str] | None = None) -> Listin
     tally = Tally()
     files = [file for file in nodes(context.layout, tally) if wanted is None or file.namespace in wanted]
     marks = mark(context, files)
-    found = _Forest(marks).conversations()
+    forest = Forest(marks)
+    found = forest.conversations()
     labels = {
         name: read_label(context.fs, context.layout, name) for name in {node.file.namespace for node, *_ in found}
     }
@@ -77,86 +119,74 @@ def listing(context: Context, namespaces: Iterable[str] | None = None) -> Listin
         ],
         len(marks.unreadable),
         tally.foreign,
+        forest,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Sums:
-    """What the path down to a node adds up to."""
+def branches(found: Listing, chosen: Sequence[Conversation]) -> list[Branch]:
+    """Some conversations as a tree, what they share once: parents before children, in the order of the conversations.
 
-    nodes: int
-    size: int
-    complete: bool
-
-
-class _Forest:
-    """The readable nodes of some namespaces by name (namespace and key), KV and state together."""
-
-    def __init__(self, marks: Marks) -> None:
-        self._marks = marks
-        # What a longer sibling contains is part of that one, not a conversation of its own.
-        inside = {_name(marks.nodes[tail]) for tail in marks.containers}
-        self._files: dict[str, list[Marked]] = {}
-        for node in marks.nodes:
-            if not node.unreadable and _name(node) not in inside:
-                self._files.setdefault(_name(node), []).append(node)
-        self._order = sorted(self._files, key=lambda name: self._files[name][0].first)
-        self._children = Counter(_above(files[0]) for files in self._files.values())
-        self._users = Counter(digest for files in self._files.values() for digest in _blocks(files))
-
-    def conversations(self) -> list[tuple[Marked, _Sums, int, int, bool]]:
-        """The leaves, with the sums of their paths, own bytes, last use, and whether they have a state."""
-        sums, own = self._sums(), self._own()
-        found = []
-        for name, files in self._files.items():
-            if not self._children[name]:
-                used = max(node.file.mtime_ns for node in files)
-                resumable = any(node.file.kind == "state" for node in files)
-                found.append((files[0], sums[name], own[name], used, resumable))
-        return found
-
-    def _sums(self) -> dict[str, _Sums]:
-        """Parents before children, by the position of their first token, which a forged cycle of names cannot fool."""
-        sums: dict[str, _Sums] = {}
-        for name in self._order:
-            files = self._files[name]
-            above = sums.get(_above(files[0]))
-            size = sum(_blocks(files).values())
-            whole = any(node.file.kind == "kv" for node in files)
-            if above is not None:
-                whole = whole and above.complete and self._follows(files)
-                sums[name] = _Sums(above.nodes + 1, above.size + size, whole)
-            else:
-                sums[name] = _Sums(1, size, whole and files[0].first == 0)
-        return sums
-
-    def _follows(self, files: list[Marked]) -> bool:
-        """Whether a node begins where its parent ends."""
-        parent = self._files[_above(files[0])][0]
-        return parent.first + parent.file.tokens == files[0].first
-
-    def _own(self) -> Counter[str]:
-        """Bytes of the blocks on a leaf's path that only nodes of this conversation name."""
-        own: Counter[str] = Counter()
-        leaf_of: dict[str, str] = {}
-        for name in reversed(self._order):
-            files = self._files[name]
-            leaf = leaf_of.get(name) if self._children[name] == 1 else name if not self._children[name] else None
-            if leaf is None:
-                continue
-            own[leaf] += sum(size for digest, size in _blocks(files).items() if self._users[digest] == 1)
-            leaf_of[_above(files[0])] = leaf
-        return own
+    Costs as much as these are long, however many there are beside them.
+    """
+    forest = found.forest
+    paths = [forest.path(each.namespace + each.key) for each in chosen]
+    children = Counter(above for above, _ in {pair for path in paths for pair in pairwise(path)})
+    rows: list[Branch] = []
+    index_of: dict[str, int] = {}
+    for each, path in zip(chosen, paths, strict=True):
+        parent: int | None = None
+        for run in _runs(path, children):
+            if run[0] not in index_of:
+                index_of[run[0]] = len(rows)
+                rows.append(_branch(forest, each, run, parent))
+            parent = index_of[run[0]]
+    return rows
 
 
-def _blocks(files: list[Marked]) -> dict[bytes, int]:
-    """Digest and size of every block that a node's manifests name."""
-    return {digest: size for node in files for digest, size in node.blocks}
+def _runs(path: Sequence[str], children: Mapping[str, int]) -> Iterator[list[str]]:
+    """A path cut behind every node where the chosen conversations part."""
+    run: list[str] = []
+    for name in path:
+        run.append(name)
+        if children[name] > 1:
+            yield run
+            run = []
+    if run:
+        yield run
 
 
-def _name(node: Marked) -> str:
-    return node.file.namespace + node.file.key
+def _branch(forest: Forest, each: Conversation, run: Sequence[str], parent: int | None) -> Branch:
+    first, last = forest.files(run[0]), forest.files(run[-1])
+    leaf = last[0].file.key == each.key
+    return Branch(
+        parent,
+        each.namespace,
+        each.label,
+        last[0].file.key,
+        first[0].first,
+        last[0].first + last[0].file.tokens,
+        len(run),
+        forest.size(run),
+        max(node.file.mtime_ns for node in last),
+        leaf,
+        any(node.file.kind == "state" for node in last),
+        each.complete or not leaf,
+    )
 
 
-def _above(node: Marked) -> str:
-    return node.file.namespace + node.file.parent
+def by_namespace(found: Listing, chosen: Iterable[Conversation]) -> list[NamespaceRow]:
+    """The namespaces of some conversations, with what they add up to."""
+    groups: dict[str, list[Conversation]] = {}
+    for each in chosen:
+        groups.setdefault(each.namespace, []).append(each)
+    return [
+        NamespaceRow(
+            namespace,
+            group[0].label,
+            len(group),
+            max(each.tokens for each in group),
+            found.forest.size(found.forest.of_namespace(namespace)),
+            max(each.used_ns for each in group),
+        )
+        for namespace, group in groups.items()
+    ]
