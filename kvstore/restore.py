@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.blocks import MAX_HEADER_BYTES, TensorSpec, read_specs
+from kvstore.blocks import MAX_HEADER_BYTES, TensorBuffer, TensorSpec, read_specs
 from kvstore.context import Context
 from kvstore.errors import DamagedBlockError
 from kvstore.fs import out_of_files
 from kvstore.keys import TOKEN_BYTES
 from kvstore.lookup import Match, Step, common_tokens, load_manifest
 from kvstore.manifest import BlockRef, Manifest
-from kvstore.scatter import Allocate, Memory, OpenBlock, scatter
+from kvstore.scatter import Allocate, OpenBlock, scatter
 
 __all__ = ["Allocate", "Restored", "read"]
 
@@ -80,7 +81,7 @@ def _read_windows(
     context: Context, refs: list[BlockRef], allocate: Allocate, threads: int
 ) -> tuple[list[BlockRef], BlockRef | None]:
     """Read blocks in order, a window of open files at a time; the good ones before the first bad one, and that one."""
-    memory: Memory | None = None
+    memory: Mapping[str, TensorBuffer] = {}
     specs: tuple[TensorSpec, ...] | None = None
     good: list[BlockRef] = []
     bad: BlockRef | None = None
@@ -91,8 +92,11 @@ def _read_windows(
             if not opened:
                 break
             specs = opened[0].specs
-            if memory is None:
-                memory = Memory(allocate, specs, refs[-1].first + refs[-1].count)
+            if not memory:
+                end = refs[-1].first + refs[-1].count
+                memory = allocate(specs, end)
+                for spec in specs:
+                    memory[spec.name].check(spec, end)
             read = _read_all(context, opened, memory, threads)
         finally:
             for block in opened:
@@ -183,7 +187,9 @@ def _open(context: Context, ref: BlockRef, expected: tuple[TensorSpec, ...] | No
     return OpenBlock(ref, fd, head, specs)
 
 
-def _read_all(context: Context, opened: list[OpenBlock], memory: Memory, threads: int) -> list[BlockRef]:
+def _read_all(
+    context: Context, opened: list[OpenBlock], memory: Mapping[str, TensorBuffer], threads: int
+) -> list[BlockRef]:
     """Read all blocks; the references of the good ones before the first bad one."""
     results = scatter(opened, memory, threads)
     bad = [(block.ref, error) for block, error in zip(opened, results, strict=True) if error is not None]

@@ -24,16 +24,11 @@ from kvstore.errors import DamagedBlockError
 from kvstore.fs import preadv_full
 from kvstore.manifest import BlockRef
 
-__all__ = ["Allocate", "Memory", "OpenBlock", "scatter"]
+__all__ = ["Allocate", "OpenBlock", "scatter"]
 
-Allocate: TypeAlias = Callable[
-    [tuple[TensorSpec, ...], int], Mapping[str, TensorBuffer] | Iterator[Mapping[str, TensorBuffer]]
-]
-"""Given the tensors and the number of tokens they must hold at least, returns memory for each by name.
-
-It may also be a generator that yields the memory in several mappings, tensors in their order: what is there is read
-into while the next is allocated. All of it runs on the thread that called for the restore.
-"""
+Allocate: TypeAlias = Callable[[tuple[TensorSpec, ...], int], Mapping[str, TensorBuffer]]
+"""Given the tensors and the number of tokens they must hold at least, returns memory for each by name. Called on the
+thread that called for the restore."""
 
 UNIT_BYTES = 1 << 20
 """What a thread reads between two looks at the list: larger units leave the last thread alone for longer and grow cold
@@ -50,53 +45,12 @@ class OpenBlock:
     specs: tuple[TensorSpec, ...]
 
 
-class Memory:
-    """The engine's memory for one restore: what allocate has given so far.
+def scatter(blocks: Sequence[OpenBlock], memory: Mapping[str, TensorBuffer], threads: int) -> list[Exception | None]:
+    """Read all blocks into checked memory (see TensorBuffer.check); for each, in order, what is wrong with it, or None.
 
-    get may be called by any thread for tensors that are there; grow only by the thread that the engine allocates on.
-    """
-
-    def __init__(self, allocate: Allocate, specs: tuple[TensorSpec, ...], tokens: int) -> None:
-        self._specs = specs
-        self._tokens = tokens
-        self._buffers: dict[str, TensorBuffer] = {}
-        given = allocate(specs, tokens)
-        self._groups = iter((given,)) if isinstance(given, Mapping) else given
-        self.ready = 0
-
-    @property
-    def complete(self) -> bool:
-        """Whether every tensor has memory."""
-        return self.ready == len(self._specs)
-
-    def grow(self) -> None:
-        """Take one more group; ready is then the number of leading tensors that have memory.
-
-        Raises ValueError for memory that does not fit or that is missing, and whatever allocate raises.
-        """
-        group = next(self._groups, None)
-        if group is None:
-            raise ValueError(f"no memory was given for {self._specs[self.ready].name}")
-        at = self.ready
-        while at < len(self._specs) and (buffer := group.get(self._specs[at].name)) is not None:
-            buffer.check(self._specs[at], self._tokens)
-            self._buffers[self._specs[at].name] = buffer
-            at += 1
-        if at == self.ready and group:
-            raise ValueError(f"memory for {self._specs[at].name} must come before that for {next(iter(group))}")
-        self.ready = at
-
-    def runs(self, spec: TensorSpec, first: int, count: int) -> list[memoryview]:
-        """Where tokens first .. first + count of one tensor go; see TensorBuffer.runs."""
-        return self._buffers[spec.name].runs(spec, first, count)
-
-
-def scatter(blocks: Sequence[OpenBlock], memory: Memory, threads: int) -> list[Exception | None]:
-    """Read all blocks into memory; for each, in order, what is wrong with it, or None.
-
-    From the first token of a bad block on the memory holds bytes that must not be used. The calling thread allocates,
-    then reads like the others. Whatever is not the fault of a block is raised, by whichever thread it happened to; no
-    thread is left when this returns or raises.
+    From the first token of a bad block on the memory holds bytes that must not be used. The calling thread is one of
+    the readers. Whatever is not the fault of a block is raised, by whichever thread it happened to; no thread is left
+    when this returns or raises.
     """
     work = _Work(blocks, memory)
     others: list[threading.Thread] = []
@@ -107,7 +61,6 @@ def scatter(blocks: Sequence[OpenBlock], memory: Memory, threads: int) -> list[E
             with suppress(RuntimeError):
                 thread.start()
                 others.append(thread)
-        work.allocate()
         work.run()
     finally:
         work.stop()
@@ -160,14 +113,13 @@ class _Reading:
             offset += size
             begin = end
 
-    def read(self, unit: _Unit, memory: Memory) -> None:
+    def read(self, unit: _Unit, memory: Mapping[str, TensorBuffer]) -> None:
         """Read one unit and hash what can be hashed now. A block that is known to be bad is read no further."""
         if self.error is not None:
             return
         ref = self.block.ref
-        runs = [
-            run for spec in self.block.specs[unit.begin : unit.end] for run in memory.runs(spec, ref.first, ref.count)
-        ]
+        specs = self.block.specs[unit.begin : unit.end]
+        runs = [run for spec in specs for run in memory[spec.name].runs(spec, ref.first, ref.count)]
         try:
             preadv_full(self.block.fd, runs, unit.offset)
         except EOFError as error:
@@ -206,21 +158,14 @@ class _Reading:
 class _Work:
     """The units of all blocks, taken one by one by any number of threads."""
 
-    def __init__(self, blocks: Sequence[OpenBlock], memory: Memory) -> None:
+    def __init__(self, blocks: Sequence[OpenBlock], memory: Mapping[str, TensorBuffer]) -> None:
         self._readings = [_Reading(block) for block in blocks]
         self.units = [unit for reading in self._readings for unit in reading.cut()]
         self._memory = memory
         self._taken = 0
         self._stopped = False
         self._failure: BaseException | None = None
-        self._changed = threading.Condition()
-
-    def allocate(self) -> None:
-        """Take memory, group by group, while other threads read into what is there."""
-        while not self._memory.complete and self._failure is None:
-            self._memory.grow()
-            with self._changed:
-                self._changed.notify_all()
+        self._lock = threading.Lock()
 
     def run(self) -> None:
         """Read units until there are no more. An error that is not a block's ends all threads' work."""
@@ -228,15 +173,14 @@ class _Work:
             while (unit := self._take()) is not None:
                 unit.block.read(unit, self._memory)
         except BaseException as error:
-            with self._changed:
+            with self._lock:
                 self._failure = self._failure or error
             self.stop()
 
     def stop(self) -> None:
         """Let every thread end after the unit that it reads."""
-        with self._changed:
+        with self._lock:
             self._stopped = True
-            self._changed.notify_all()
 
     def outcome(self) -> list[Exception | None]:
         """What is wrong with each block; raises what was not the fault of one."""
@@ -249,11 +193,8 @@ class _Work:
         return [reading.outcome() for reading in self._readings]
 
     def _take(self) -> _Unit | None:
-        with self._changed:
-            while not self._stopped and self._taken < len(self.units):
-                unit = self.units[self._taken]
-                if unit.end <= self._memory.ready:
-                    self._taken += 1
-                    return unit
-                self._changed.wait()
-            return None
+        with self._lock:
+            if self._stopped or self._taken == len(self.units):
+                return None
+            self._taken += 1
+            return self.units[self._taken - 1]

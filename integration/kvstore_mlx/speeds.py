@@ -10,7 +10,7 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,9 +128,8 @@ def _store(path: Path, data: memoryview, count: int) -> tuple[float, float]:
         def restore(number: int) -> None:
             filling = Filling({spec.name: (spec.dtype, (1, spec.outer, count, *spec.inner)) for spec in _SPECS})
 
-            def allocate(*_: Any) -> Iterator[dict[str, TensorBuffer]]:
-                for group in filling.memory():
-                    yield {name: TensorBuffer(view, count) for name, view in group.items()}
+            def allocate(*_: Any) -> dict[str, TensorBuffer]:
+                return {name: TensorBuffer(view, count) for name, view in filling.memory().items()}
 
             if spaces[number].read(spaces[number].lookup(tokens), allocate).tokens != count:
                 raise KVStoreError("what was just written cannot be read back")

@@ -88,9 +88,7 @@ class TestViewsThatMakeMLXCopyTheWholeCache:
 
     def test_a_restored_buffer_is_updated_where_it_is(self):
         filling = Filling({"keys": ("F32", (1, HEADS, 256, DIM))})
-        for group in filling.memory():
-            group["keys"][:] = np.zeros((HEADS, 256, DIM), np.float32).tobytes()
-        del group
+        filling.memory()["keys"][:] = np.zeros((HEADS, 256, DIM), np.float32).tobytes()
         cache = KVCache()
         cache.keys = filling.arrays()["keys"]
         cache.values = mx.zeros((1, HEADS, 256, DIM))
@@ -155,8 +153,7 @@ class TestMemoryviewsThatDangle:
         filling = Filling({SPEC.name: ("F32", (1, HEADS, 256, DIM))})
 
         def allocate(specs, tokens):
-            for group in filling.memory():
-                yield {name: TensorBuffer(view, 256) for name, view in group.items()}
+            return {name: TensorBuffer(view, 256) for name, view in filling.memory().items()}
 
         gc.disable()
         try:
@@ -230,45 +227,40 @@ def space(tmp_path):
         yield store.namespace(NamespaceInfo({"model": "hazards"}))
 
 
-def best(work) -> float:
-    """Seconds of the fastest of a few times: what else the machine does only adds."""
-    taken = []
-    for _ in range(4):
-        started = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - started)
-    return min(taken)
-
-
 class TestConvoysOnTheInterpreterLock:
     """A thread that lets go of the lock for each small call waits 5 ms for it each time, beside a busy one."""
 
     @pytest.fixture
     def busy(self):
-        """Another thread that computes in Python all the time."""
-        stop = threading.Event()
+        """Another thread that computes in Python all the time, and how far it is."""
+        stop, number = threading.Event(), [0]
 
         def spin() -> None:
-            number = 0
             while not stop.is_set():
-                number += 1
+                number[0] += 1
 
         thread = threading.Thread(target=spin, daemon=True)
         thread.start()
-        yield
+        yield number
         stop.set()
         thread.join()
 
     def test_the_hazard_is_there(self, busy):
-        """A call takes a millisecond here, and getting the lock back five."""
-        piece, whole = bytes(1 << 21), bytes(20 << 21)
+        """A hash lets the other thread have the lock; a slice's assignment does not, and so copies are made with it."""
+        source, target = bytes(1 << 21), memoryview(bytearray(1 << 16))
 
-        def many() -> None:
-            state = hashlib.sha256()
-            for _ in range(20):
-                state.update(piece)
+        def others_ran(work) -> int:
+            ran = 0
+            for _ in range(60):
+                before = busy[0]
+                work()
+                ran += busy[0] != before
+            return ran
 
-        assert best(many) > 1.5 * best(lambda: hashlib.sha256(whole))
+        def copy() -> None:
+            target[:] = source[: 1 << 16]
+
+        assert others_ran(lambda: hashlib.sha256(source)) > others_ran(copy)
 
     def test_a_published_chunk_is_hashed_a_tensor_at_a_time(self, space, monkeypatch):
         """Not a run at a time: 8 heads of 72 tensors would be 576 calls."""
@@ -321,16 +313,11 @@ class TestTheSafePath:
         filling = Filling({str(number): (dtype, (1, HEADS, 5, 4)) for number in range(6)})
         given = {}
         rng = np.random.default_rng(1)
-        groups = 0
-        for group in filling.memory():
-            groups += 1
-            for name, view in group.items():
-                size = view.nbytes
-                given[name] = (rng.integers(0, 2, size) if dtype == "BOOL" else rng.integers(0, 60, size)).astype("u1")
-                view[:] = given[name].tobytes()
-        group.clear()
+        for name, view in filling.memory().items():
+            size = view.nbytes
+            given[name] = (rng.integers(0, 2, size) if dtype == "BOOL" else rng.integers(0, 60, size)).astype("u1")
+            view[:] = given[name].tobytes()
         arrays = filling.arrays()
-        assert groups > 1
         assert list(arrays) == list(given)
         for name, array in arrays.items():
             assert array.shape == (1, HEADS, 5, 4)

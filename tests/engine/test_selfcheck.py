@@ -228,6 +228,5 @@ def test_every_way_into_mlx_s_memory_asks(monkeypatch):
     assert buffers.address_phase() == 0
     buffers.empty({"a": ("F32", (1, 2, 3, 4))})
     filling = buffers.Filling({"a": ("F32", (1, 2, 3, 4))})
-    for group in filling.memory():
-        group["a"][:] = expected.tobytes()
+    filling.memory()["a"][:] = expected.tobytes()
     assert np.array_equal(np.array(filling.arrays()["a"])[0], expected)

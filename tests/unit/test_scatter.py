@@ -15,12 +15,11 @@ import pytest
 import xxhash
 from core_support import FILL, SPECS, Memory, kv, open_store, prompt, span, spans
 
-from kvstore import DamagedBlockError, NamespaceInfo, Span, TensorBuffer
+from kvstore import DamagedBlockError, NamespaceInfo, Span
 from kvstore import scatter as scatter_module
 from kvstore.blocks import block_parts
 from kvstore.fs import preadv_full
 from kvstore.manifest import BlockRef
-from kvstore.scatter import Memory as Target
 from kvstore.scatter import OpenBlock, scatter
 
 TOKENS = prompt(40)
@@ -87,7 +86,7 @@ def test_a_span_lands_at_its_tokens_and_nowhere_else(files, monkeypatch, threads
     monkeypatch.setattr(scatter_module, "UNIT_BYTES", unit)
     memory = Memory()
     block = files.open(span(TOKENS, 7, 20))
-    assert scatter([block], Target(memory, SPECS, 40), threads) == [None]
+    assert scatter([block], memory(SPECS, 40), threads) == [None]
     check(memory, 7, 20)
     for spec in SPECS:
         untouched = memory.rows(spec, 0, 7) + memory.rows(spec, 20, memory.capacity)
@@ -100,7 +99,7 @@ def test_tensors_of_a_short_span_share_a_call(files, monkeypatch, unit, calls):
     monkeypatch.setattr(scatter_module, "UNIT_BYTES", unit)
     seen = []
     monkeypatch.setattr(scatter_module, "preadv_full", lambda *args: (seen.append(args), preadv_full(*args)))
-    assert scatter([files.open(span(TOKENS, 7, 20))], Target(Memory(), SPECS, 40), 2) == [None]
+    assert scatter([files.open(span(TOKENS, 7, 20))], Memory()(SPECS, 40), 2) == [None]
     assert len(seen) == calls
 
 
@@ -111,7 +110,7 @@ def test_a_flipped_bit_of_any_tensor_is_damage(files, tensor, threads):
     good = files.open(span(TOKENS, 0, 7))
     bad = files.open(span(TOKENS, 7, 20), lambda data: flipped(len(data) - sum(sizes[tensor:]))(data))
     memory = Memory()
-    first, second = scatter([good, bad], Target(memory, SPECS, 40), threads)
+    first, second = scatter([good, bad], memory(SPECS, 40), threads)
     assert first is None
     assert isinstance(second, DamagedBlockError)
     check(memory, 0, 7)
@@ -120,7 +119,7 @@ def test_a_flipped_bit_of_any_tensor_is_damage(files, tensor, threads):
 @pytest.mark.parametrize("threads", THREADS)
 def test_a_file_cut_after_it_was_opened_is_damage(files, threads):
     block = files.open(span(TOKENS, 7, 20), lambda data: data[:-1])
-    (error,) = scatter([block], Target(Memory(), SPECS, 40), threads)
+    (error,) = scatter([block], Memory()(SPECS, 40), threads)
     assert "early" in str(error)
 
 
@@ -132,7 +131,7 @@ def test_the_digest_is_of_the_bytes_in_memory(files, monkeypatch):
         views[-1][-1] ^= 1
 
     monkeypatch.setattr(scatter_module, "preadv_full", corrupting)
-    (error,) = scatter([files.open(span(TOKENS, 0, 9))], Target(Memory(), SPECS, 40), 2)
+    (error,) = scatter([files.open(span(TOKENS, 0, 9))], Memory()(SPECS, 40), 2)
     assert "digest" in str(error)
 
 
@@ -152,7 +151,7 @@ def test_units_that_are_read_out_of_order_are_hashed_in_order(files, monkeypatch
 
     monkeypatch.setattr(scatter_module, "preadv_full", late)
     memory = Memory()
-    assert scatter([block], Target(memory, SPECS, 40), 2) == [None]
+    assert scatter([block], memory(SPECS, 40), 2) == [None]
     assert seen[-1] == block.ref.payload
     check(memory, 0, 9)
 
@@ -177,93 +176,12 @@ def test_whatever_the_threads_race_to_only_the_bad_block_is_bad(files, monkeypat
     try:
         for _ in range(20):
             memory = Memory()
-            outcome = scatter(blocks, Target(memory, SPECS, 40), threads)
+            outcome = scatter(blocks, memory(SPECS, 40), threads)
             assert [error is None for error in outcome] == [number != bad for number in range(10)]
             check(memory, 0, borders[bad])
             check(memory, borders[bad + 1], 40)
     finally:
         sys.setswitchinterval(interval)
-
-
-def in_groups(memory: Memory, before=lambda number: None):
-    """An allocate that gives a tensor at a time."""
-
-    def allocate(specs, tokens):
-        buffers = memory(specs, tokens)
-        for number, (name, buffer) in enumerate(buffers.items()):
-            before(number)
-            yield {name: buffer}
-
-    return allocate
-
-
-@pytest.mark.parametrize("threads", THREADS)
-def test_memory_may_come_in_groups(files, threads):
-    memory = Memory()
-    blocks = [files.open(span(TOKENS, 0, 9)), files.open(span(TOKENS, 9, 12))]
-    assert scatter(blocks, Target(in_groups(memory), SPECS, 12), threads) == [None, None]
-    check(memory, 0, 12)
-
-
-def test_what_is_there_is_read_while_the_next_is_allocated(files, monkeypatch):
-    read = threading.Event()
-    readers = []
-
-    def noting(fd, views, offset):
-        readers.append(threading.current_thread())
-        preadv_full(fd, views, offset)
-        read.set()
-
-    def before(number: int) -> None:
-        assert threading.current_thread() is threading.main_thread()
-        if number == 1:
-            assert read.wait(10), "nobody read the first group before the second was there"
-
-    monkeypatch.setattr(scatter_module, "preadv_full", noting)
-    memory = Memory()
-    assert scatter([files.open(span(TOKENS, 0, 9))], Target(in_groups(memory, before), SPECS, 9), 2) == [None]
-    assert readers[0] is not threading.main_thread()
-    check(memory, 0, 9)
-
-
-@pytest.mark.parametrize("threads", THREADS)
-@pytest.mark.parametrize("at", [0, 1, 2])
-def test_an_engine_that_runs_out_of_memory_halfway_is_told(files, threads, at):
-    def before(number: int) -> None:
-        if number == at:
-            raise MemoryError("the engine is out of memory")
-
-    with pytest.raises(MemoryError, match="the engine"):
-        scatter([files.open(span(TOKENS, 0, 9))], Target(in_groups(Memory(), before), SPECS, 9), threads)
-
-
-def lacking(specs, tokens):
-    del tokens
-    yield from ({spec.name: TensorBuffer(memoryview(bytearray(spec.span_bytes(9))), 9)} for spec in specs[:-1])
-
-
-def backwards(specs, tokens):
-    del tokens
-    yield from ({spec.name: TensorBuffer(memoryview(bytearray(spec.span_bytes(9))), 9)} for spec in reversed(specs))
-
-
-def small(specs, tokens):
-    yield from ({spec.name: TensorBuffer(memoryview(bytearray(spec.span_bytes(tokens)))[1:], tokens)} for spec in specs)
-
-
-@pytest.mark.parametrize(
-    ("allocate", "said"),
-    [
-        (lacking, "no memory was given for 1.keys"),
-        (lambda *_: {}, "no memory was given for 0.keys"),
-        (backwards, "for 0.keys must come before that for 1.keys"),
-        (small, "does not fit 9 tokens"),
-    ],
-)
-@pytest.mark.parametrize("threads", THREADS)
-def test_memory_that_is_missing_or_does_not_fit_is_an_error_of_the_engine(files, allocate, said, threads):
-    with pytest.raises(ValueError, match=said):
-        scatter([files.open(span(TOKENS, 0, 9))], Target(allocate, SPECS, 9), threads)
 
 
 @pytest.mark.parametrize("threads", THREADS)
@@ -282,7 +200,7 @@ def test_what_is_not_a_block_s_fault_is_raised_wherever_it_happens(files, monkey
 
     monkeypatch.setattr(scatter_module, "preadv_full", failing)
     with pytest.raises(error, match="on purpose"):
-        scatter(blocks, Target(Memory(), SPECS, 40), threads)
+        scatter(blocks, Memory()(SPECS, 40), threads)
 
 
 def test_an_error_of_the_disk_is_the_block_s(files, monkeypatch):
@@ -294,7 +212,7 @@ def test_an_error_of_the_disk_is_the_block_s(files, monkeypatch):
         preadv_full(fd, views, offset)
 
     monkeypatch.setattr(scatter_module, "preadv_full", failing)
-    first, second = scatter(blocks, Target(Memory(), SPECS, 40), 2)
+    first, second = scatter(blocks, Memory()(SPECS, 40), 2)
     assert first is None
     assert isinstance(second, OSError)
 
@@ -313,7 +231,7 @@ def test_memory_of_a_bad_block_is_let_go_at_once(files, monkeypatch, threads):
     monkeypatch.setattr(scatter_module, "preadv_full", failing)
     gc.disable()
     try:
-        outcome = scatter(blocks, Target(memory, SPECS, 12), threads)
+        outcome = scatter(blocks, memory(SPECS, 12), threads)
         assert all(outcome)
         for data in memory.data.values():
             data.append(0)  # A BufferError says that somebody still looks at it.
@@ -327,7 +245,7 @@ def test_threads_that_cannot_be_started_are_done_without(files, monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", start)
     memory = Memory()
-    assert scatter([files.open(span(TOKENS, 0, 9))], Target(memory, SPECS, 9), 4) == [None]
+    assert scatter([files.open(span(TOKENS, 0, 9))], memory(SPECS, 9), 4) == [None]
     check(memory, 0, 9)
 
 
