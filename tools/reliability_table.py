@@ -30,6 +30,7 @@ COUNTS = {
     "repacks": "repacks",
     "watched": "looks at the invariants",
     "vandalised": "files damaged",
+    "timeouts": "times the lock was not to be had in 10 s",
     "kills": "SIGKILL",
     "stops": "SIGSTOP",
     "requests": "requests",

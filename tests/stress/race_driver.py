@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from stress_support import Hesitant, lacks
 
-from kvstore import Durability, MissingParentError, NamespaceInfo, Store
+from kvstore import Durability, LockTimeoutError, MissingParentError, NamespaceInfo, Store
 from kvstore.eviction import GRACE_NS
 from kvstore.fsck import check
 from kvstore.gc import Policy, collect, usage
@@ -43,8 +43,11 @@ AHEAD_NS = 3 * 86_400 * 10**9
 
 COUNTERS = (
     "publishes", "refused", "states", "restores", "tokens", "misses", "collections", "collected", "checks", "found",
-    "repacks", "joined", "watched", "vandalised", "opened",
+    "repacks", "joined", "watched", "vandalised", "opened", "timeouts",
 )  # fmt: skip
+LOCKED = ("publishes", "states", "collected", "joined")
+"""Each of these took the publish lock."""
+PATIENCE_S = 20.0
 
 
 class Counted:
@@ -58,6 +61,13 @@ class Counted:
         at = self._at + COUNTERS.index(name) * 8
         (value,) = struct.unpack_from("<q", self._memory, at)
         struct.pack_into("<q", self._memory, at, value + amount)
+
+
+def ended(error: str) -> None:
+    """What a report says of a command that could not do its work."""
+    if "is held by another process" in error:
+        raise LockTimeoutError(error)
+    assert not error, error
 
 
 def prompt(conversation: int, turns: int, branch: int) -> bytes:
@@ -131,7 +141,7 @@ def write(store: Store, choose: random.Random, count: Counted) -> None:
 def gather(store: Store, choose: random.Random, count: Counted) -> None:
     share = choose.choice([0.3, 0.6, 0.9, 1.0])
     report = collect(store.context, Policy(size=int(usage(store.context) * share)), pause=store.context.fs.pause)
-    assert not report.error, report.error
+    ended(report.error)
     count.add("collections", not report.busy)
     count.add("collected", report.nodes)
     time.sleep(choose.random() * 0.2)
@@ -149,7 +159,7 @@ def inspect(store: Store, choose: random.Random, count: Counted, *, ahead: bool,
         settle_s=0.01,
         pause=store.context.fs.pause,
     )
-    assert not report.error, report.error
+    ended(report.error)
     errors = [each for each in report.findings if each.severity == "error"]
     if not vandal:
         real = [each for each in errors if not graceless or lacks(store, store.path / each.path)]
@@ -170,7 +180,7 @@ def watch(store: Store, count: Counted) -> None:
 
 def join(store: Store, choose: random.Random, count: Counted, *, vandal: bool) -> None:
     report = repack(store.context, older_than_ns=0)
-    assert not report.error, report.error
+    ended(report.error)
     # A node that is collected between its manifest and its blocks counts as damaged.
     problems = [each for each in report.problems if "No such file" not in each]
     assert vandal or not problems, problems
@@ -217,7 +227,8 @@ class Crew:
         self.pids: dict[int, int] = {}
         self.stopped: dict[int, float] = {}
         self.until = time.monotonic() + given.seconds
-        self.kills = self.stops = 0
+        self.kills = self.stops = self.taken = 0
+        self.taken_at = time.monotonic()
         self.failed: list[str] = []
 
     def start(self, place: int) -> None:
@@ -247,7 +258,10 @@ class Crew:
                 with Store.open(self.root, interval=INTERVAL, fs=fs, clock=lambda: time.time_ns() + late) as store:
                     count.add("opened")
                     for _ in range(choose.randint(1, 20)):
-                        tasks[name](store)
+                        try:
+                            tasks[name](store)
+                        except LockTimeoutError:
+                            count.add("timeouts")  # see moves
                         if time.monotonic() >= self.until:
                             break
         except BaseException:
@@ -256,6 +270,20 @@ class Crew:
             return 1
         return 0
 
+    def moves(self) -> bool:
+        """Whether somebody got the publish lock lately. That one worker does not get it in time is allowed: it is
+        polled, and others hold it while they are stopped, or wait for a processor. That nobody gets it is not.
+        """
+        taken = sum(self.counter(place, name) for place in range(len(self.roles)) for name in LOCKED)
+        if taken != self.taken:
+            self.taken, self.taken_at = taken, time.monotonic()
+        return time.monotonic() - self.taken_at < PATIENCE_S
+
+    def counter(self, place: int, name: str) -> int:
+        """One counter of one place."""
+        value: int = struct.unpack_from("<q", self.memory, (place * len(COUNTERS) + COUNTERS.index(name)) * 8)[0]
+        return value
+
     def run(self) -> None:
         for place in range(len(self.roles)):
             self.start(place)
@@ -263,6 +291,8 @@ class Crew:
             time.sleep(self.choose.random() * 0.15)
             self.reap()
             self.resume(time.monotonic())
+            if not self.moves():
+                self.failed.append(f"nobody has got the publish lock for {PATIENCE_S} s")
             self.disturb(self.choose.choice(list(self.pids)))
         self.resume(float("inf"))
         patience = time.monotonic() + 60
@@ -307,11 +337,7 @@ class Crew:
                 self.start(place)
 
     def totals(self) -> dict[str, int]:
-        totals = dict.fromkeys(COUNTERS, 0)
-        for place in range(len(self.roles)):
-            for number, name in enumerate(COUNTERS):
-                totals[name] += struct.unpack_from("<q", self.memory, (place * len(COUNTERS) + number) * 8)[0]
-        return totals
+        return {name: sum(self.counter(place, name) for place in range(len(self.roles))) for name in COUNTERS}
 
 
 def main() -> int:

@@ -117,13 +117,18 @@ def noted(record_property):
     return note
 
 
+def did(report: dict, *names: str, least: int = 1) -> None:
+    """The run was one: all of this happened. Not how often, which is the machine's: others may be using it, too."""
+    assert min(report["publishes"], report["kills"]) > 3
+    idle = [name for name in names if report[name] < least]
+    assert not idle, f"hardly any {idle} in {report}"
+
+
 def test_eight_processes(place, noted):
     report = race(place, 8, 12)
     noted(WHAT.format(8, ""), report)
     after(place, vandal=False)
-    assert min(report[name] for name in ("publishes", "restores", "tokens", "collections", "checks", "kills")) > 10
-    assert report["collected"]
-    assert report["repacks"]
+    did(report, "restores", "tokens", "states", "collections", "collected", "checks", "repacks", "watched")
 
 
 def test_eight_processes_and_a_vandal(place, noted):
@@ -131,7 +136,7 @@ def test_eight_processes_and_a_vandal(place, noted):
     report = race(place, 8, 8, vandal=True)
     noted(WHAT.format(8, ", one of them a vandal"), report)
     after(place, vandal=True)
-    assert min(report[name] for name in ("publishes", "restores", "vandalised", "kills")) > 10
+    did(report, "restores", "tokens", "vandalised")
 
 
 @pytest.mark.soak
@@ -141,4 +146,4 @@ def test_twenty_four_processes(place, noted, vandal):
     report = race(place, 24, float(os.environ.get("KVSTORE_RACE_SECONDS", "300")), vandal=vandal)
     noted(WHAT.format(24, ", one of them a vandal" if vandal else ""), report)
     after(place, vandal=vandal)
-    assert min(report[name] for name in ("publishes", "restores", "tokens", "checks", "kills")) > 100
+    did(report, "restores", "tokens", "states", "collections", "collected", "checks", "repacks", "joined", least=20)
