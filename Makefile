@@ -25,10 +25,10 @@ demo: .venv/.ready
 	$(PY) tools/demo.py $(DEMO)
 
 test: lint
-	KVSTORE_RECORD=build/reliability LD_PRELOAD="$$($(PY) tools/fast_blas.py)" $(PY) -m pytest -m "not soak" $(TESTS)
+	KVSTORE_RECORD="$${KVSTORE_RECORD:-build/reliability}" LD_PRELOAD="$$($(PY) tools/fast_blas.py)" $(PY) -m pytest -m "not soak" $(TESTS)
 
 soak: .venv/.ready
-	KVSTORE_RECORD=build/reliability LD_PRELOAD="$$($(PY) tools/fast_blas.py)" $(PY) -m pytest -m soak $(TESTS)
+	KVSTORE_RECORD="$${KVSTORE_RECORD:-build/reliability}" LD_PRELOAD="$$($(PY) tools/fast_blas.py)" $(PY) -m pytest -m soak $(TESTS)
 
 reliability: .venv/.ready
 	$(PY) tools/reliability_table.py --write
