@@ -109,7 +109,7 @@ class FakeLive:
         self.specs = payload.shape.specs
         self._payload = payload
 
-    def copy(self, first: int, end: int) -> list[bytes]:
+    def copy(self, first: int, end: int, _into: Any = None) -> list[bytes]:
         """See kvstore_mlx.live.Rows."""
         self._payload.renew()
         sizes = [spec.span_bytes(end - first) for spec in self._payload.shape.specs]

@@ -83,6 +83,7 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
             recording = self._recordings.get(response.uid)
             if recording is None:
                 continue
+            recording.answered()
             if response.finish_reason is not None:
                 self._forget(response.uid)
                 self._tier.expect(response.prompt_cache, recording)
@@ -144,6 +145,7 @@ class _Single:
             *args, prompt=tokens[first:], prompt_cache=prompt_cache, prompt_progress_callback=progress, **kwargs
         ):
             count = None if draft else first + response.prompt_tokens + response.generation_tokens
+            recording.answered()
             yield replace(response, prompt_tokens=total)
             if recording.prompt_due:
                 guarded(lambda: recording.first_token(prompt_cache, None, count))  # noqa: B023 - called at once

@@ -17,6 +17,7 @@ from kvstore.states import Scalar, State, StateTensor
 from kvstore_mlx.buffers import DTYPES, copy_rows, copy_whole
 from kvstore_mlx.codecs import Snapshot
 from kvstore_mlx.plan import Plan
+from kvstore_mlx.pool import Loan
 
 __all__ = ["EXTRA", "LOGITS", "Extras", "ExtrasHook", "Live", "Rows", "state_of", "taken_apart"]
 
@@ -67,12 +68,12 @@ class Rows:
     index: int
     count: int
 
-    def copy(self, first: int, end: int) -> list[Any]:
-        """Tokens first .. end of every tensor, as bytes that belong to the caller."""
+    def copy(self, first: int, end: int, into: Loan | None = None) -> list[Any]:
+        """Tokens first .. end of every tensor, as bytes that belong to the caller, or in memory that is lent to it."""
         if not 0 <= first < end <= self.count:
             raise ValueError(f"tokens {first} to {end} of {self.count} were asked for")
         return [
-            copy_rows(array, self.index, start + first, start + end)
+            copy_rows(array, self.index, start + first, start + end, into)
             for array, start in zip(self.arrays, self.starts, strict=True)
         ]
 

@@ -16,7 +16,8 @@ from kvstore.keys import pack_tokens
 from kvstore.states import State
 from kvstore_mlx.boundaries import MIN_TOKENS
 from kvstore_mlx.forms import Form, ModelSpace
-from kvstore_mlx.live import Extras, Live
+from kvstore_mlx.live import Extras, Live, Rows
+from kvstore_mlx.pool import Loan
 from kvstore_mlx.writer import Boundary, Job, Writer
 
 __all__ = ["Recording"]
@@ -31,7 +32,8 @@ class Recording:
     saved: for each form of the model's caches, tokens of the prompt that blocks in the store hold already. known:
     tokens whose KV was not made by this request's prefill (they came from memory or disk). boundaries: where states are
     wanted. decoded: whether what is known may have been decoded. prompt_end: tokens that the prefill computes (all but
-    one when None). extras: what the engine attaches to a boundary at the moment of the call.
+    one when None). extras: what the engine attaches to a boundary at the moment of the call. on_answer is called once
+    when the first token is out, with the number of tokens that were prefilled for it.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Recording:
         boundaries: Sequence[int] = (),
         prompt_end: int | None = None,
         extras: Callable[[], Extras] | None = None,
+        on_answer: Callable[[int], None] | None = None,
         phase: int = 0,
     ) -> None:
         self._space = space
@@ -60,6 +63,7 @@ class Recording:
         self._boundaries = {end for end in boundaries if end > known}
         self._held: dict[int, tuple[Form, State]] = {}
         self._failed = False
+        self._answered = on_answer
         self._prompt_due = any(self._prompt_end > end for end in self._saved.values()) or bool(self._boundaries)
 
     @property
@@ -102,6 +106,12 @@ class Recording:
                 end = exactly if exactly < self._prompt_end else end
         self._save(form, live, end)
 
+    def answered(self) -> None:
+        """Called when a token is out; only the first one is of interest."""
+        if self._answered is not None:
+            self._answered(self._prompt_end - self._known)
+            self._answered = None
+
     def first_token(self, caches: Sequence[Any], index: int | None, exactly: int | None) -> None:
         """Called when the first token is out, so that saving the rest of the prompt does not delay it."""
         if self._prompt_due:
@@ -140,19 +150,38 @@ class Recording:
         first = self._saved[form]
         if self._failed or end < MIN_TOKENS or (end <= first and not states):
             return
-        items: list[Span | Boundary] = []
-        rows = live.rows
-        for begin, last in self._cuts(form, first, end, states):
-            # What another request computed may have been decoded; only this prefill is known to be one.
-            decode = (self._decoded and begin < self._known) or last > self._prompt_end
-            data = rows.copy(begin, last) if rows.specs else []
-            items.append(Span(begin, last - begin, rows.specs, data, decode, self._phase))
-        items += [Boundary(at, state) for at, state in states.items()]
-        items.sort(key=lambda item: (item.end, isinstance(item, Boundary)))
-        if self._writer.offer(Job(form, pack_tokens(self._tokens[:end]), items, self._on_failure)):
-            self._saved[form] = max(first, end)
         for at in states:
             del self._held[at]
+        spans, loans = self._copied(form, live.rows, self._cuts(form, first, end, states))
+        end = spans[-1].end if spans else min(first, end)
+        items: list[Span | Boundary] = [
+            *spans,
+            *(Boundary(at, state) for at, state in states.items() if at <= max(first, end)),
+        ]
+        items.sort(key=lambda item: (item.end, isinstance(item, Boundary)))
+        if not items:
+            return
+        last = max(item.end for item in items)
+        job = Job(form, pack_tokens(self._tokens[:last]), items, self._on_failure, loans)
+        if self._writer.offer(job):
+            self._saved[form] = max(first, end)
+
+    def _copied(self, form: Form, rows: Rows, cuts: Iterable[tuple[int, int]]) -> tuple[list[Span], dict[int, Loan]]:
+        """Spans with copies of rows in memory of the writer's, as many as its queue has room for."""
+        spans: list[Span] = []
+        loans: dict[int, Loan] = {}
+        for begin, end in cuts:
+            data: list[Any] = []
+            if rows.specs:
+                loan = self._writer.lend(form.plan.token_bytes * (end - begin))
+                if loan is None:
+                    break
+                loans[begin] = loan
+                data = rows.copy(begin, end, loan)
+            # What another request computed may have been decoded; only this prefill is known to be one.
+            decode = (self._decoded and begin < self._known) or end > self._prompt_end
+            spans.append(Span(begin, end - begin, rows.specs, data, decode, self._phase))
+        return spans, loans
 
     def _cuts(self, form: Form, first: int, end: int, states: Iterable[int]) -> Iterable[tuple[int, int]]:
         """The spans between two tokens: cut at chunk borders and states, and where decoded tokens begin or end."""

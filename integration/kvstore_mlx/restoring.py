@@ -11,7 +11,7 @@ from kvstore.blocks import TensorBuffer, TensorSpec
 from kvstore.keys import TOKEN_BYTES
 from kvstore.lookup import Match
 from kvstore.states import Scalar, StateTensor
-from kvstore_mlx.buffers import empty
+from kvstore_mlx.buffers import Filling, empty
 from kvstore_mlx.codecs import Snapshot
 from kvstore_mlx.forms import Form
 from kvstore_mlx.live import Extras, taken_apart
@@ -69,40 +69,41 @@ class Restoring:
     def __init__(self, plan: Plan, room: int) -> None:
         self._plan = plan
         self._room = room
-        self._state: dict[str, Any] = {}
-        self.arrays: dict[str, Any] = {}
+        self._state: Filling | None = None
+        self._rows: Filling | None = None
 
     def allocate(self, specs: tuple[TensorSpec, ...], tokens: int) -> Mapping[str, TensorBuffer]:
         """See kvstore.restore.Allocate. Refuses (ValueError) tensors that are not this model's."""
         if specs != self._plan.specs:
             raise ValueError(f"blocks hold {len(specs)} tensors that are not those of this model")
         capacity = -(-max(tokens, self._room) // _STEP) * _STEP
-        self.arrays = empty({spec.name: (spec.dtype, (1, spec.outer, capacity, *spec.inner)) for spec in specs})
-        return {spec.name: TensorBuffer(memoryview(self.arrays[spec.name]).cast("B"), capacity) for spec in specs}
+        self._rows = Filling({spec.name: (spec.dtype, (1, spec.outer, capacity, *spec.inner)) for spec in specs})
+        return {name: TensorBuffer(view, capacity) for name, view in self._rows.memory().items()}
 
     def allocate_state(self, tensors: tuple[StateTensor, ...]) -> Mapping[str, memoryview]:
         """See kvstore.states.AllocateState."""
-        self._state = empty({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors})
-        return {tensor.name: memoryview(self._state[tensor.name]) for tensor in tensors}
+        self._state = Filling({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors})
+        return self._state.memory()
 
     def caches(self, tokens: int, values: Mapping[str, Scalar] | None) -> tuple[list[Any], Any | None, Extras]:
         """Caches after these tokens, and logits and extras when a state was read (values are its)."""
         snapshot, logits, extras = Snapshot(), None, Extras()
-        if values is not None:
-            snapshot, logits, extras = taken_apart(self._state, values)
-        if not self._plan.specs:
-            self.arrays = {}
-        elif not self.arrays:
-            raise ValueError("the blocks of a prefix hold no tensors")
+        if values is not None and self._state is not None:
+            snapshot, logits, extras = taken_apart(self._state.arrays(), values)
+        rows: dict[str, Any] = {}
+        if self._plan.specs:
+            if self._rows is None:
+                raise ValueError("the blocks of a prefix hold no tensors")
+            rows = self._rows.arrays()
         # As many rows as the others have: the engine looks at one tensor's to know the room in all of them.
-        capacity = max((array.shape[2] for array in self.arrays.values()), default=tokens)
+        capacity = max((array.shape[2] for array in rows.values()), default=tokens)
         hollow = {
             part.name: (part.dtype, (1, part.heads, capacity, *part.inner))
             for part in self._plan.parts
             if not part.stored
         }
         return (
-            self._plan.rebuild(tokens, self.arrays | empty(hollow), snapshot if self._plan.stateful else Snapshot()),
+            self._plan.rebuild(tokens, rows | empty(hollow), snapshot if self._plan.stateful else Snapshot()),
             logits,
             extras,
         )

@@ -41,7 +41,7 @@ class FakeLive:
         self.copied: list[tuple[int, int]] = []
         self.states: list[bool] = []
 
-    def copy(self, first: int, end: int) -> list[Any]:
+    def copy(self, first: int, end: int, into: Any = None) -> list[Any]:
         assert 0 <= first < end <= self.count
         self.copied.append((first, end))
         data = []
