@@ -10,9 +10,25 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from typing import Literal, TypeAlias
+from itertools import zip_longest
+from typing import Literal, NamedTuple, TypeAlias
 
-__all__ = ["Cause", "Decode", "Pair", "Texts", "aligned", "causes", "pieces", "texts_of"]
+from rich.cells import cell_len
+
+__all__ = [
+    "HINTS",
+    "Cause",
+    "Cell",
+    "Decode",
+    "Pair",
+    "Texts",
+    "aligned",
+    "causes",
+    "lines",
+    "pieces",
+    "shown",
+    "texts_of",
+]
 
 Decode: TypeAlias = Callable[[list[int]], str]
 
@@ -82,6 +98,14 @@ class Pair:
     prompt: str
 
 
+class Cell(NamedTuple):
+    """One place of two lines below each other: what stands there in each, padded to the same width."""
+
+    saved: str
+    prompt: str
+    same: bool
+
+
 def texts_of(decode: Decode, before: Sequence[int], saved: Sequence[int], prompt: Sequence[int]) -> Texts:
     """The texts of three runs of tokens, each decoded after what comes before it."""
     left = decode(list(before))
@@ -117,6 +141,27 @@ def aligned(decode: Decode, before: Sequence[int], saved: Sequence[int], prompt:
     return [
         Pair(kind == "equal", "".join(a[i:j]), "".join(b[k:m])) for kind, i, j, k, m in matcher.get_opcodes() if j + m
     ]
+
+
+def lines(pairs: Sequence[Pair], width: int) -> list[list[Cell]]:
+    """Two texts below each other, in lines of some width on a screen; see shown for the signs in them."""
+    found: list[list[Cell]] = [[]]
+    used = 0
+    for pair in pairs:
+        for saved, prompt in zip_longest(shown(pair.saved), shown(pair.prompt), fillvalue=""):
+            wide = max(cell_len(saved), cell_len(prompt))
+            if used + wide > width and found[-1]:
+                found.append([])
+                used = 0
+            saved, prompt = (char + " " * (wide - cell_len(char)) for char in (saved, prompt))  # noqa: PLW2901
+            found[-1].append(Cell(saved, prompt, pair.same))
+            used += wide
+    return [line for line in found if line]
+
+
+def shown(text: str) -> str:
+    """A text on one line: what ends a line or would move a cursor is shown as a sign."""
+    return "".join({"\n": "↵", "\t": "→"}.get(char, char if char.isprintable() else "?") for char in text)
 
 
 def causes(texts: Texts, pairs: Sequence[Pair]) -> list[Cause]:

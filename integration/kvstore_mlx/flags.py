@@ -43,6 +43,7 @@ class CacheArguments:
     salt: bytes = field(default=b"", repr=False)
     min_tokens: int | None = None
     write_limit: int | None = None
+    explain: bool = False
 
     @property
     def saving(self) -> Saving:
@@ -121,6 +122,12 @@ class CacheArguments:
             metavar="SIZE",
             type=_limit,
             help="Write at most so much an hour, to spare the disk, such as 50GiB (default: no limit)",
+        )
+        group.add_argument(
+            "--kv-cache-explain",
+            action="store_const",
+            const=True,
+            help="Log where a prompt differs from the nearest saved one, with both texts around it",
         )
         salt = group.add_mutually_exclusive_group()
         salt.add_argument(

@@ -73,7 +73,7 @@ def _open(name: str, module: ModuleType, arguments: argparse.Namespace, cache: C
     model = arguments.model or vars(module)["DEFAULT_MODEL"]
     if model.startswith(("/", ".", "~")) and not Path(model).exists():
         raise Refusal(name, f"cannot load the model {model}: there is no such folder")
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() or cache.explain:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
         log.addHandler(handler)
@@ -106,6 +106,7 @@ class Cached:
         # Nothing is kept in memory: a command has one conversation, and its caches are the engine's.
         self._tier = TieredPromptCache(0, Spaces(store, self._loaded, settings), self._writer, cache.saving)
         self._history: tuple[Any, list[int]] = (None, [])
+        self._explain = cache.explain
 
     def responses(
         self,
@@ -121,6 +122,7 @@ class Cached:
         from mlx_lm.generate import generation_stream  # noqa: PLC0415 - imports the engine
 
         from kvstore_mlx.engine import recording_stream_generate  # noqa: PLC0415 - as above
+        from kvstore_mlx.explain import Explainer  # noqa: PLC0415 - as above
         from kvstore_mlx.spaces import make_caches  # noqa: PLC0415 - as above
 
         draft = kwargs.get("draft_model")
@@ -134,6 +136,8 @@ class Cached:
         if caches is None:
             caches = make_caches(model, draft, None if draft is not None else kwargs.get("max_kv_size"))
         self._loaded.model, self._loaded.draft_model = model, draft
+        if self._explain:
+            self._tier.explainer = Explainer(lambda: lambda ids: str(tokenizer.decode(ids)))
         tokens = [*history, *_tokens(tokenizer, prompt)]
         found, rest = self._tier.extend(self._key, tokens, caches if history else None, len(history))
         if found is not None:

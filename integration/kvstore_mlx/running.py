@@ -21,6 +21,7 @@ from kvstore.errors import KVStoreError
 from kvstore.store import Store
 from kvstore_mlx.boundaries import stable_end
 from kvstore_mlx.engine import RecordingBatchGenerator, recording_stream_generate
+from kvstore_mlx.explain import Explainer
 from kvstore_mlx.flags import CacheArguments
 from kvstore_mlx.housekeeping import Housekeeping
 from kvstore_mlx.spaces import Settings, Spaces
@@ -117,6 +118,8 @@ class RunningServer:
         self._writer = Writer(Housekeeping(store, cache.size, cache.write_limit))
         self._spaces = Spaces(store, provider, settings)
         self._tier = TieredPromptCache(provider.cli_args.prompt_cache_size, self._spaces, self._writer, cache.saving)
+        if cache.explain:
+            self._tier.explainer = Explainer(lambda: lambda tokens: str(provider.tokenizer.decode(tokens)))
         self._requests = Requests()
         self._failure: KVStoreError | None = None
         self._stopping = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
@@ -18,9 +18,10 @@ from kvstore.errors import TokenError
 from kvstore.keys import TOKEN_BYTES, pack_tokens
 from kvstore.sizes import format_size
 from kvstore_mlx.boundaries import MIN_TOKENS, Saving, boundaries
+from kvstore_mlx.explain import Explainer, clause, nearest_of
 from kvstore_mlx.forms import Form, ModelSpace
 from kvstore_mlx.recording import Recording
-from kvstore_mlx.restoring import find, longest, restore
+from kvstore_mlx.restoring import Found, find, longest, restore
 from kvstore_mlx.spaces import Spaces
 from kvstore_mlx.writer import Writer
 
@@ -40,6 +41,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         self._pending: Recording | None = None
         self._finishing: dict[int, tuple[Any, Recording]] = {}
         self._announced: tuple[list[int], tuple[int, ...]] = ([], ())
+        self.explainer: Explainer | None = None
 
     def announce(self, prompt: list[int], stable: Sequence[int]) -> None:
         """Told where the stable parts of a prompt end, before it is fetched."""
@@ -112,15 +114,34 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
                 caches, reused, size, source = restored.caches, restored.tokens, restored.size, "disk"
         if saved:
             self._pending = self._record(space, tokens, saved, reused, source)
+        milliseconds = (time.perf_counter() - started) * 1e3
+        said, explain = self._why(found, tokens, reused)
         log.info(
-            "kvstore: reused %d of %d tokens from %s in %.1f ms (%s read)",
+            "kvstore: reused %d of %d tokens from %s in %.1f ms (%s read)%s",
             reused,
             len(tokens),
             source,
-            (time.perf_counter() - started) * 1e3,
+            milliseconds,
             format_size(size),
+            said,
         )
+        explain()
         return caches, list(tokens[reused:])
+
+    def _why(self, found: Sequence[Found], tokens: list[int], reused: int) -> tuple[str, Callable[[], None]]:
+        """Why less than all was reused: a clause for the log line, and what logs the texts, when that was asked for."""
+        if reused >= len(tokens) - 1:
+            return "", lambda: None
+        exact = self._saving.prefill_only
+        try:
+            near = nearest_of(found, pack_tokens(tokens), prefill_only=exact)
+            stateful = any(one.form.stateful for one in found)
+            said = clause(near, reused, stateful=stateful, prefill_only=exact)
+        except Exception:
+            log.exception("kvstore: cannot say why no more was reused; this is a bug in kvstore, please report it")
+            return "", lambda: None
+        explainer = self.explainer
+        return said, (lambda: None) if explainer is None else (lambda: guarded(lambda: explainer.explain(near)))
 
     def _record(
         self, space: ModelSpace, tokens: list[int], saved: dict[Form, int], reused: int, source: str

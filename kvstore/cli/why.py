@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.cells import cell_len
 from rich.text import Text
 
 from kvstore.cli.app import DirectoryArgument, JsonOption, app, opened, output, print_json
 from kvstore.cli.common import plain, say
 from kvstore.cli.words import Words, read_text, read_tokens
-from kvstore.differences import HINTS, Cause, Pair, Texts, aligned, causes, texts_of
+from kvstore.differences import HINTS, Cause, Pair, Texts, aligned, causes, lines, shown, texts_of
 from kvstore.errors import KVStoreError
 from kvstore.keys import pack_tokens, unpack_tokens
 from kvstore.lookup import find
@@ -33,7 +32,7 @@ from kvstore.nearest import Nearest, nearest_of_all, saved_spaces
 from kvstore.sizes import format_age
 from kvstore.store import Store, unavailable
 
-__all__ = ["columns", "why"]
+__all__ = ["why"]
 
 _SHORT_ID = 12
 
@@ -42,8 +41,6 @@ WINDOW = 48
 
 LOOKED_AT = 512
 """Tokens after the difference in which causes are looked for: a few tools, or a whole thought."""
-
-_STYLES = {"saved": "red", "prompt": "green"}
 
 
 @app.command()
@@ -163,7 +160,7 @@ def _print(view: _View) -> None:
     say([f"At token {found.matched:,} it differs from {saved}:", ""])
     before = view.texts.before if view.texts is not None else _as_numbers(list(view.before))
     screen = output()
-    for line in columns(before, view.pairs, min(screen.width, 120)):
+    for line in _drawn(before, view.pairs, min(screen.width, 120)):
         screen.print(line, soft_wrap=True)
     say(["", *(HINTS[cause] for cause in view.causes)] if view.causes else [])
 
@@ -183,37 +180,15 @@ def _summary(view: _View) -> str:
     return text + "."
 
 
-def columns(before: str, pairs: list[Pair], width: int) -> list[Text]:
-    """Both texts below each other, in lines of some width, with the end of what they have in common above them."""
+def _drawn(before: str, pairs: list[Pair], width: int) -> list[Text]:
+    """Both texts below each other, with the end of what they have in common above them."""
     room = max(20, width - len("prompt  "))
-    lead = _shown(before)[-2 * room :]
-    lines = [Text(f"both    {lead[at : at + room]}", "dim") for at in range(0, len(lead), room)]
-    cells: list[tuple[str, str, bool]] = []
-    for pair in pairs:
-        saved, prompt = _shown(pair.saved), _shown(pair.prompt)
-        length = max(len(saved), len(prompt))
-        cells += [(a, b, pair.same) for a, b in zip(saved.ljust(length), prompt.ljust(length), strict=True)]
-    row: list[tuple[str, str, bool]] = []
-    used = 0
-    for a, b, same in cells:
-        wide = max(cell_len(a), cell_len(b))
-        if row and used + wide > room:
-            lines += _rows(row)
-            row, used = [], 0
-        row.append((a, b, same))
-        used += wide
-    return lines + (_rows(row) if row else [])
-
-
-def _rows(row: list[tuple[str, str, bool]]) -> list[Text]:
-    saved, prompt = Text("saved   ", "bold"), Text("prompt  ", "bold")
-    for a, b, same in row:
-        wide = max(cell_len(a), cell_len(b))
-        for line, char, style in ((saved, a, _STYLES["saved"]), (prompt, b, _STYLES["prompt"])):
-            line.append(char + " " * (wide - cell_len(char)), "not bold dim" if same else f"not bold {style}")
-    return [saved, prompt]
-
-
-def _shown(text: str) -> str:
-    """A text on one line: what ends a line or moves the cursor is shown as a sign."""
-    return plain(text.replace("\n", "↵").replace("\t", "→"))
+    lead = shown(before)[-2 * room :]
+    drawn = [Text(f"both    {lead[at : at + room]}", "dim") for at in range(0, len(lead), room)]
+    for line in lines(pairs, room):
+        saved, prompt = Text("saved   ", "bold"), Text("prompt  ", "bold")
+        for cell in line:
+            saved.append(cell.saved, "not bold dim" if cell.same else "not bold red")
+            prompt.append(cell.prompt, "not bold dim" if cell.same else "not bold green")
+        drawn += [saved, prompt]
+    return drawn

@@ -49,7 +49,7 @@ def test_the_line_is_the_one_that_the_adapter_writes():
     from kvstore_mlx import tier
 
     source = Path(tier.__file__).read_text(encoding="utf-8")
-    assert '"kvstore: reused %d of %d tokens from %s in %.1f ms (%s read)"' in source
+    assert '"kvstore: reused %d of %d tokens from %s in %.1f ms (%s read)%s"' in source
 
 
 def measured(ttft_s: float, reused: int = 0, *, ids=(5, 6, 7), log: Path | None = None) -> Run:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from rich.cells import cell_len
 
-from kvstore.differences import HINTS, Texts, aligned, causes, pieces, texts_of
+from kvstore.differences import HINTS, Texts, aligned, causes, lines, pieces, shown, texts_of
 
 SYSTEM = "<|im_start|>system\n"
 USER = "<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
@@ -93,3 +94,19 @@ def test_a_space_at_the_beginning_is_kept():
 
     texts = texts_of(sentences, list(map(ord, " Today is")), list(map(ord, " Monday")), list(map(ord, " Tuesday")))
     assert (texts.saved, texts.prompt) == (" Monday", " Tuesday")
+
+
+def test_lines_are_as_wide_as_asked_and_stay_aligned():
+    """Also where a sign takes two places on a screen."""
+    saved, prompt = "Heute ist 月曜日.\nDann weiter", "Heute ist Dienstag.\nDann weiter"
+    drawn = lines(aligned(decode, [], list(map(ord, saved)), list(map(ord, prompt))), 20)
+    for line in drawn:
+        widths = {sum(cell_len(part) for part in column) for column in list(zip(*line, strict=True))[:2]}
+        assert len(widths) == 1
+        assert widths.pop() <= 20
+    flat = [cell for line in drawn for cell in line]
+    assert "".join(cell.saved for cell in flat).replace(" ", "") == shown(saved).replace(" ", "")
+    assert "".join(cell.prompt for cell in flat).replace(" ", "") == shown(prompt).replace(" ", "")
+    assert all(cell.saved == cell.prompt for cell in flat if cell.same)
+    assert shown("a\tb\x1b[31m\n") == "a→b?[31m↵"
+    assert lines([], 20) == []
