@@ -27,12 +27,17 @@ def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
 
 
-def run_child(module: str, job: Mapping[str, Any]) -> dict[str, Any]:
-    """The result of module.child(job), called in a new process."""
+def run_child(module: str, job: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The result of module.child(job), called in a new process, with some more variables in its environment."""
     command = [sys.executable, str(Path(__file__).resolve()), module, json.dumps(job)]
     try:
         run = subprocess.run(
-            command, env=clean_environment(), capture_output=True, text=True, timeout=CHILD_S, check=False
+            command,
+            env={**clean_environment(), **(environment or {})},
+            capture_output=True,
+            text=True,
+            timeout=CHILD_S,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise BenchError(f"a measurement took more than {CHILD_S} s ({module}: {job})") from error

@@ -1,4 +1,4 @@
-"""`bench publish`: one chunk of KV into the store, against os.write of the same bytes.
+"""`bench publish`: one chunk of KV into the store, against os.write of the same bytes, and what it takes to get it.
 
 Twice: as it leaves the process (no fdatasync on either side, durability none), and as it reaches the medium (fdatasync,
 and the store's barrier: data before the name, folders synced too). The folders of the store are there already, as in
@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from bench_child import run_child
 from bench_kv import INFO, Payload, Shape, add_shape, prompt, shape_of
@@ -31,7 +33,10 @@ METHODS = {
     "raw": "os.write",
     "store_synced": "kvstore, durability barrier",
     "raw_synced": "os.write + fdatasync",
-    "copy": "the copy out of the engine's buffers before it",
+    "copy": "the copy out of the engine's buffers before it, into the writer's pool",
+    "copy_new": "the same into memory as malloc has it",
+    "update": "the engine's next update of its buffers",
+    "update_pinned": "the same while MLX keeps the old ones, as a publish without a copy needs",
 }
 _PAIRS = (("store", "raw"), ("store_synced", "raw_synced"))
 
@@ -40,6 +45,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Options of this subcommand."""
     add_shape(parser, Shape())
     parser.add_argument("--count", type=int, default=2048, help="tokens of the chunk (default: 2048)")
+    parser.add_argument(
+        "--held", type=int, default=8192, help="tokens that the engine's buffers hold, this chunk last (default: 8192)"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="rounds (default: 9)")
     parser.add_argument("--memory-rounds", type=int, default=3, help="processes whose memory is measured (default: 3)")
 
@@ -48,12 +56,13 @@ def run(options: argparse.Namespace) -> Outcome:
     """Measure speed in one process and memory in processes of their own."""
     shape = shape_of(options)
     size = shape.token_bytes * options.count
+    held = max(options.held, options.count)
     found = conditions(options.dir.parent)
     with data_folder(options.dir, keep=options.keep) as folder:
         need_disk(folder, 2 * size)
-        need_memory(4 * size)
+        need_memory(4 * size + 2 * shape.token_bytes * held)
         fields = {"layers": shape.layers, "heads": shape.heads, "dim": shape.dim, "dtype": shape.dtype}
-        job = {"folder": str(folder), "shape": fields, "count": options.count, "rounds": options.rounds}
+        job = {"folder": str(folder), "shape": fields, "count": options.count, "held": held, "rounds": options.rounds}
         other = OtherWork()
         seconds = run_child("bench_publish", {**job, "task": "speed"})["seconds"]
         others = other.cores()
@@ -63,6 +72,7 @@ def run(options: argparse.Namespace) -> Outcome:
         "conditions": found,
         "shape": shape.document(),
         "count": options.count,
+        "held": held,
         "payload_bytes": size,
         "page_cache": "written files stay in it; each is removed before the next is written",
         "cores_used_by_others": others,
@@ -86,7 +96,8 @@ def _table(document: dict[str, Any]) -> Any:
     extra = {name: each["median"] / 2**20 for name, each in document["extra_peak_bytes"].items()}
     others = document["cores_used_by_others"]
     return table(
-        f"publish, {document['count']} tokens of {document['shape']['token_bytes'] / 1024:g} KiB",
+        f"publish, {document['count']} tokens of {document['shape']['token_bytes'] / 1024:g} KiB, "
+        f"of {document['held']} in the engine's buffers",
         ["method", "ms, median (min to max)", "GB/s", "of the raw speed"],
         rows,
         f"n = {document['seconds']['store']['n']}, extra peak memory of a publish {extra['publish']:.1f} MiB, "
@@ -108,7 +119,7 @@ def _speed(job: Mapping[str, Any]) -> dict[str, Any]:
         "raw": _raw(folder / "raw", payload, sync=False),
         "store_synced": _store(folder / "store-synced", payload, Durability.BARRIER),
         "raw_synced": _raw(folder / "raw", payload, sync=True),
-        "copy": _copy(payload),
+        **_engine(payload, job["held"]),
     }
     return {"seconds": interleaved(methods, job["rounds"])}
 
@@ -157,51 +168,88 @@ def _raw(path: Path, payload: Payload, *, sync: bool) -> Callable[[], float]:
     return run
 
 
-def _copy(payload: Payload) -> Callable[[], float]:
-    """What the generation thread does before the writer's thread publishes: rows out of MLX arrays."""
-    rows = _rows(payload)
+def _engine(payload: Payload, held: int) -> dict[str, Callable[[], float]]:
+    """What the generation thread pays: the copy before a publish, or else an update of buffers that MLX must keep."""
+    import mlx.core as mx  # noqa: PLC0415
 
-    def run() -> float:
+    from kvstore_mlx.buffers import address_phase  # noqa: PLC0415
+    from kvstore_mlx.pool import Pool  # noqa: PLC0415
+
+    rows, first = _rows(payload, held), held - payload.count
+    size = payload.shape.token_bytes * payload.count
+    pool = Pool(size + (1 << 20), address_phase())
+    one = mx.zeros((1, payload.shape.heads, 1, payload.shape.dim), rows.arrays[0].dtype)
+    mx.eval(one)
+
+    def copy() -> float:
         started = time.perf_counter()
-        copied = rows.copy(0, payload.count)
+        loan = pool.lend(size)
+        assert loan is not None
+        copied = rows.copy(first, held, loan)
         seconds = time.perf_counter() - started
-        if len(copied) != len(payload.shape.specs):
-            raise AssertionError("not every tensor was copied")
+        assert len(copied) == len(payload.shape.specs)
+        loan.give_back()
         return seconds
 
-    return run
+    def copy_new() -> float:
+        started = time.perf_counter()
+        copied = rows.copy(first, held)
+        seconds = time.perf_counter() - started
+        assert len(copied) == len(payload.shape.specs)
+        return seconds
+
+    def update() -> float:
+        started = time.perf_counter()
+        for array in rows.arrays:
+            array[..., :1, :] = one
+        mx.eval(rows.arrays)
+        return time.perf_counter() - started
+
+    def update_pinned() -> float:
+        kept = [array[..., first:, :] for array in rows.arrays]
+        mx.eval(kept)
+        seconds = update()
+        del kept
+        return seconds
+
+    return {"copy": copy, "copy_new": copy_new, "update": update, "update_pinned": update_pinned}
 
 
-def _rows(payload: Payload) -> Any:
-    """The payload in an engine's buffers."""
+def _rows(payload: Payload, held: int) -> Any:
+    """An engine's buffers that hold so many tokens: the payload again and again."""
     import mlx.core as mx  # noqa: PLC0415
 
     from kvstore_mlx.buffers import empty  # noqa: PLC0415 - imports MLX
     from kvstore_mlx.live import Rows  # noqa: PLC0415
 
-    shapes = {spec.name: (spec.dtype, (1, spec.outer, payload.count, *spec.inner)) for spec in payload.shape.specs}
+    shapes = {spec.name: (spec.dtype, (1, spec.outer, held, *spec.inner)) for spec in payload.shape.specs}
     arrays = empty(shapes)
     for array, data in zip(arrays.values(), payload.data, strict=True):
-        memoryview(array).cast("B")[:] = data
+        memoryview(array).cast("B")[:] = np.resize(np.frombuffer(data, np.uint8), array.nbytes).data
     mx.eval(list(arrays.values()))
-    return Rows(payload.shape.specs, list(arrays.values()), [0] * len(arrays), 0, payload.count)
+    return Rows(payload.shape.specs, list(arrays.values()), [0] * len(arrays), 0, held)
 
 
 def _memory(job: Mapping[str, Any]) -> dict[str, Any]:
     """What a publish adds to the peak of a process that has the KV already, without and with the copy of it."""
+    from kvstore_mlx.buffers import address_phase  # noqa: PLC0415 - imports MLX
+    from kvstore_mlx.pool import Pool  # noqa: PLC0415
+
     shape, count = Shape(**job["shape"]), job["count"]
     payload = Payload(shape, count)
-    rows = _rows(payload)
+    rows = _rows(payload, job["held"])
     result = {}
     with Store.open(Path(job["folder"]) / f"store-{os.getpid()}", interval=max(16, count)) as store:
         tokens = prompt(count)
-        for name, data in (("publish", None), ("copy_and_publish", rows)):
+        pool = Pool(shape.token_bytes * count + (1 << 20), address_phase())
+        for name in ("publish", "copy_and_publish"):
             payload.renew()
             span = payload.span(0)
             peak = PeakMemory()
-            if data is not None:
-                span = Span(0, count, shape.specs, data.copy(0, count))
+            if name == "copy_and_publish":
+                loan = pool.lend(span.payload_bytes)
+                assert loan is not None
+                span = Span(0, count, shape.specs, rows.copy(job["held"] - count, job["held"], loan))
             store.namespace(NamespaceInfo({"model": name})).publish(tokens, [span])
             result[name] = peak.above(0)
-            del span
     return result

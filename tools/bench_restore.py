@@ -1,7 +1,8 @@
 """`bench restore`: saved KV into an engine's buffers, against the limit of this machine and against others.
 
 Two memory regimes, never mixed, because the first touch of memory costs more than anything else here: `touched` reuses
-memory (one process, methods in turns), `fresh` has memory that nobody has touched (a process for each measurement).
+memory (methods in turns, in a few processes, because where the system puts the memory of one decides much), `fresh` has
+memory that nobody has touched (a process for each measurement).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from bench_report import Outcome, count_list, table
 from bench_restore_methods import METHODS
 from bench_stats import Sample, paired, rotated
 from kvstore import DEFAULT_INTERVAL
+from kvstore.sizes import format_size
 
 __all__ = ["HELP", "configure", "run"]
 
@@ -28,6 +30,9 @@ _GRANULE = 256
 _MODULE = "bench_restore_methods"
 # How often the KV lies in memory at once: store's, raw's, mlx-lm's arrays; and the page cache of both files.
 _COPIES = {"touched": 5.1, "fresh": 3.1}
+# MLX's CPU backend takes memory from malloc, and glibc's gives large blocks back to the system at once unless told to
+# keep them: then nothing would be touched memory but plain reads'. (Variables of other systems' malloc are ignored.)
+_KEEP_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 60)}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +43,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--span", type=int, default=0, help="tokens a block, as a conversation leaves them (default: a chunk)"
     )
-    parser.add_argument("--rounds", type=int, default=9, help="rounds in touched memory (default: 9)")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds of a process in touched memory (default: 4)")
+    parser.add_argument("--processes", type=int, default=3, help="processes in touched memory (default: 3)")
     parser.add_argument("--fresh-rounds", type=int, default=7, help="rounds of new processes (default: 7)")
     parser.add_argument("--regime", choices=_REGIMES, action="append", help="only this one (default: both)")
     parser.add_argument("--threads", type=count_list, default=[], help="the store with so many threads too: 1,2,4")
@@ -103,11 +109,17 @@ def _measured(job: dict[str, Any], regime: str, options: argparse.Namespace) -> 
     need_memory(int(_COPIES[regime] * size))
     methods = [*METHODS, *(f"store{threads}" for threads in options.threads)]
     other = OtherWork()
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
     extra: dict[str, list[float]] = {}
+    touched_new = 0
     if regime == "touched":
-        seconds = run_child(_MODULE, {**job, "task": regime, "methods": methods, "rounds": options.rounds})["seconds"]
+        for _ in range(options.processes):
+            task = {**job, "task": regime, "methods": methods, "rounds": options.rounds}
+            result = run_child(_MODULE, task, _KEEP_MEMORY)
+            for name, values in result["seconds"].items():
+                seconds[name] += values
+            touched_new = max(touched_new, result["touched_new_bytes"])
     else:
-        seconds = {name: [] for name in methods}
         extra = {name: [] for name in methods}
         for turn in range(options.fresh_rounds):
             for name in rotated(methods, turn):
@@ -119,6 +131,7 @@ def _measured(job: dict[str, Any], regime: str, options: argparse.Namespace) -> 
         "regime": regime,
         "payload_bytes": size,
         "cores_used_by_others": other.cores(),
+        "touched_new_bytes": touched_new if regime == "touched" else None,
         "seconds": {name: Sample.of(values).document() for name, values in seconds.items()},
         "extra_peak_bytes": {name: Sample.of(values).document() for name, values in extra.items()},
         # Speeds, so above 1 the store is the faster one: time of the other over the store's in the same round.
@@ -143,12 +156,13 @@ def _table(result: dict[str, Any], document: dict[str, Any]) -> Any:
             ]
         )
     shape = document["shape"]
-    others = result["cores_used_by_others"]
+    others, new = result["cores_used_by_others"], result["touched_new_bytes"]
     return table(
         f"restore, {result['tokens']} tokens of {shape['token_bytes'] / 1024:g} KiB, "
         f"{result['regime']} memory, blocks of {document['block_tokens']} tokens",
         ["method", "ms, median (min to max)", "GB/s", "kvstore over it", "extra peak MiB"],
         rows,
         f"n = {result['seconds']['store']['n']}, page cache {document['page_cache']}, "
+        f"{'' if new is None else f'at most {format_size(new)} touched for the first time, '}"
         f"other processes used {'?' if others is None else f'{others:.2f}'} cores",
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -73,22 +74,34 @@ def _fresh(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _touched(job: Mapping[str, Any]) -> dict[str, Any]:
-    """All methods in turns, with memory that they used the round before."""
+    """All methods in turns, with memory that they used the round before.
+
+    touched_new_bytes: what a method touched for the first time after the warm-up, at most; large numbers say that the
+    system took memory away in between, and that the figures are not what they claim.
+    """
     if any(not name.startswith("raw") for name in job["methods"]):
         import mlx.core as mx  # noqa: PLC0415 - not where only raw reads are measured
 
         mx.set_cache_limit(1 << 40)
+
+    new: dict[str, list[int]] = {name: [] for name in job["methods"]}
 
     def measured(name: str) -> Timed:
         method = _method(name, job)
 
         def cooled() -> float:
             _chill(job)
-            return method()
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            seconds = method()
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+            new[name].append(faults * resource.getpagesize())
+            return seconds
 
         return cooled
 
-    return {"seconds": interleaved({name: measured(name) for name in job["methods"]}, job["rounds"])}
+    # Two rounds of warm-up: in the second every method takes the place in memory that it keeps.
+    seconds = interleaved({name: measured(name) for name in job["methods"]}, job["rounds"], warm_up=2)
+    return {"seconds": seconds, "touched_new_bytes": max(max(values[2:]) for values in new.values())}
 
 
 def _chill(job: Mapping[str, Any]) -> None:

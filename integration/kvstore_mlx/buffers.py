@@ -78,7 +78,7 @@ class Filling:
         """
         if answer().in_place:
             self._arrays = hollow(self._shapes)
-            return {name: memoryview(array).cast("B") for name, array in self._arrays.items()}
+            return {name: view for name, array in self._arrays.items() if (view := view_of(array)) is not None}
         for name, (dtype, shape) in self._shapes.items():
             self._copies[name] = np.empty(math.prod(shape) * DTYPE_BYTES[dtype], np.uint8)
         return {name: copy.data for name, copy in self._copies.items()}

@@ -75,5 +75,7 @@ def view_of(array: Any) -> memoryview | None:
     The view of a non-contiguous slice would cover neighbouring memory. A view pins the Python object and not its
     memory: it dangles when the engine updates the array and cannot do so in place.
     """
+    if not array.size:
+        return memoryview(bytearray())  # Python casts no view with a zero in its shape.
     view = memoryview(array)
     return view.cast("B") if view.c_contiguous else None

@@ -327,6 +327,18 @@ class TestTheSafePath:
             if expected is not None:
                 assert np.array_equal(np.array(array).ravel(), expected)
 
+    @pytest.mark.parametrize("shape", [(), (1,), (3,), (0,), (1, 0, 4), (1, 2, 3, 4, 5)])
+    @pytest.mark.parametrize("dtype", ["F32", "BF16", "U8", "BOOL"])
+    def test_states_of_any_shape_can_be_filled(self, path, shape, dtype):
+        filling = Filling({"state": (dtype, shape), "other": ("I32", (2,))})
+        memory = filling.memory()
+        memory["state"][:] = bytes([1] * memory["state"].nbytes)
+        memory["other"][:] = np.array([5, 6], np.int32).tobytes()
+        arrays = filling.arrays()
+        assert arrays["state"].shape == shape
+        assert copy_whole(arrays["state"]).tobytes() == bytes([1] * memory["state"].nbytes)
+        assert arrays["other"].tolist() == [5, 6]
+
     def test_empty_arrays_can_be_made(self, path):
         (array,) = empty({"a": ("BF16", (1, 2, 3, 4))}).values()
         assert (array.shape, array.dtype) == ((1, 2, 3, 4), mx.bfloat16)

@@ -120,7 +120,7 @@ def test_the_headline_has_every_figure_that_was_promised():
             "restore": {"results": results},
             "publish": {
                 "over": {"store": sample, "store_synced": sample},
-                "extra_peak_bytes": {"publish": sample},
+                "extra_peak_bytes": {"publish": sample, "copy_and_publish": sample},
             },
             "amplification": {"written_over_new": 1.01, "turns": 20},
             "ttft": {"over_disabled": {"first_write": sample, "restart": sample}},
@@ -151,7 +151,19 @@ def run(tmp_path, *arguments):
 def test_restore_runs(tmp_path, capsys):
     pytest.importorskip("mlx_lm")
     document = run(
-        tmp_path, "restore", *TOY, "--tokens", "512", "--rounds", "2", "--regime", "touched", "--threads", "1"
+        tmp_path,
+        "restore",
+        *TOY,
+        "--tokens",
+        "512",
+        "--rounds",
+        "1",
+        "--processes",
+        "2",
+        "--regime",
+        "touched",
+        "--threads",
+        "1",
     )
     (result,) = document["results"]
     assert set(result["seconds"]) == {"store", "raw1", "raw4", "load_prompt_cache", "mx_load", "store1"}
