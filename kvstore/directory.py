@@ -124,7 +124,7 @@ def _check_free(layout: Layout, create: bool) -> None:
     with suppress(FileNotFoundError):
         # kvstore.json too: another process may have finished creating it since it was looked for.
         ours = {folder.relative_to(layout.root).parts[0] for folder in layout.folders}
-        ours |= {layout.tag.name, layout.config.name}
+        ours |= {layout.tag.name, layout.config.name, layout.stats.name}
         others = sorted(name for name in os.listdir(layout.root) if name not in ours and not name.startswith("."))
         if others:
             raise NotACacheDirectoryError(

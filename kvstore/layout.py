@@ -7,6 +7,7 @@
       objects/nodes/<ns>/<2 hex of parent>/<manifest>.kv | .state
       objects/blocks/<2 hex>/<digest>
       objects/tokens/<2 hex>/<key>
+      stats/<host>.<boot>.<pid>.<random>.json | folded.<random>.json
       tmp/  locks/  quarantine/
 
 Pure path arithmetic: nothing here opens, lists or creates.
@@ -99,6 +100,11 @@ class Layout:
     def namespaces(self) -> Path:
         """One description a namespace, for people and for ``ls``."""
         return self.root / "namespaces"
+
+    @property
+    def stats(self) -> Path:
+        """Counters of processes, if there are any; made when the first is written."""
+        return self.root / "stats"
 
     @property
     def nodes(self) -> Path:

@@ -35,6 +35,7 @@ from kvstore.layout import Layout
 from kvstore.manifest import BlockRef
 from kvstore.namespace import MAX_NAMESPACE_BYTES, read_namespace_file
 from kvstore.scan import NodeFile, Tally, nodes, tokenizations
+from kvstore.stats import merge_stats
 from kvstore.stored import Stored, load
 from kvstore.tokenizations import MAX_TOKENS
 from kvstore.tokenizations import decode as decode_tokens
@@ -142,6 +143,8 @@ class _Merge:
             self._node(file)
         self._tokenizations()
         self._namespaces()
+        if not self._report.dry_run:
+            merge_stats(self._source, self._target)
         self._progress(self._total, self._total)
 
     def _survey(self) -> list[NodeFile]:

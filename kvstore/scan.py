@@ -325,7 +325,7 @@ def _tree(root: Path) -> int:
 def _count_rest(layout: Layout, tally: Tally) -> None:
     """Count what lies beside the folders that are looked at one by one."""
     objects = layout.blocks.parent
-    known = {folder.name for folder in layout.folders} | {layout.config.name, layout.tag.name}
+    known = {folder.name for folder in layout.folders} | {layout.config.name, layout.tag.name, layout.stats.name}
     for above, alone in (
         (layout.root, {objects, layout.tmp, layout.quarantine}),
         (objects, {layout.blocks, layout.nodes, layout.tokens}),

@@ -50,7 +50,7 @@ def check_top(judge: Judge, misfits: Misfits) -> None:
             sentence = "It does not begin with the signature of bford.info/cachedir, so backup programs ignore it."
             judge.problems.append(Problem("note", "tag-wrong", layout.tag, sentence))
     objects = layout.nodes.parent
-    ours = {folder.name for folder in layout.folders} | {layout.tag.name, layout.config.name}
+    ours = {folder.name for folder in layout.folders} | {layout.tag.name, layout.config.name, layout.stats.name}
     for above in (layout.root, objects):
         misfits.foreign += sum(entry.name not in ours for entry in entries(above, misfits))
 

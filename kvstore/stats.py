@@ -1,0 +1,255 @@
+"""What a cache was good for, over all processes and restarts: small files of counters in the directory.
+
+Every process that serves prompts has one file of its own, which only it writes, and whose counters only grow. So a kill
+loses some seconds, copies taken at any two times can be put together by taking the larger number of each counter, and
+nothing is ever locked for counting. Files of processes that are gone are folded into one. docs/format.md section 7.3
+has the bytes; the files are optional, and whoever does not know them leaves them alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from kvstore.commit import put_file
+from kvstore.context import Context, Owner, this_process
+from kvstore.errors import KVStoreError
+from kvstore.fs import Durability
+from kvstore.locks import gc_lock
+from kvstore.untrusted import JSON_ERRORS, parse
+
+__all__ = ["COUNTERS", "Row", "Stats", "StatsFile", "fold", "merge_stats", "read_stats"]
+
+COUNTERS = (
+    "requests",
+    "prompt_tokens",
+    "memory_tokens",
+    "disk_tokens",
+    "generated_tokens",
+    "read_bytes",
+    "written_tokens",
+    "written_bytes",
+)
+"""memory_tokens and disk_tokens: those of the prompts that were reused, by where they came from."""
+
+MAX_ROWS = 500
+"""Processes told apart; the oldest beyond are added up."""
+
+FOLD_ABOVE = 16
+"""Files of processes that are gone, before a process that starts folds them."""
+
+_FORGOTTEN_S = 30 * 86400
+"""A process of another machine that wrote nothing for so long is taken for gone. If it is not, it writes again."""
+
+_MAX_BYTES = 1 << 20
+_MAX_FILES = 4096
+_MAX_FOLDED = 3 * MAX_ROWS
+_MAX_COUNT = 1 << 63
+_FOLDED = re.compile(r"folded\.[0-9a-f]{8}\.json")
+_OLDER = re.compile(r"older\.[0-9a-f]{8}")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one process counted. began, updated: seconds since the epoch."""
+
+    began: int
+    updated: int
+    counts: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """rows: by writer, all files put together. files: names of those that were read. unreadable: how many were not."""
+
+    rows: Mapping[str, Row] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
+    unreadable: int = 0
+
+    def total(self, counter: str) -> int:
+        """One counter over all processes."""
+        return sum(row.counts.get(counter, 0) for row in self.rows.values())
+
+
+class StatsFile:
+    """This process's counters, and the file that they are written to when told. Safe to use from several threads."""
+
+    def __init__(self, context: Context) -> None:
+        me = this_process()
+        self._writer = f"{me.host}.{me.boot}.{me.pid}.{secrets.token_hex(4)}"
+        self._durable = context
+        # Nothing waits for the disk for the sake of counters; what is written last is made durable.
+        self._context = replace(context, fs=replace(context.fs, durability=Durability.NONE))
+        self._began = context.clock() // 10**9
+        self._counts = dict.fromkeys(COUNTERS, 0)
+        self._changed = False
+        self._lock = threading.Lock()
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._context.layout.stats / f"{self._writer}.json"
+
+    def add(self, **amounts: int) -> None:
+        """Add to counters by name."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._counts[name] += amount
+            self._changed = True
+
+    def flush(self, *, durable: bool = False) -> bool:
+        """Write the counters if they changed. False, and they are kept, when that cannot be done; never raises."""
+        with self._lock:
+            if not self._changed:
+                return True
+            row = Row(self._began, self._context.clock() // 10**9, dict(self._counts))
+            try:
+                put_file(self._durable if durable else self._context, self.path, [_encode({self._writer: row})])
+            except (OSError, KVStoreError):
+                return False
+            self._changed = False
+            return True
+
+    def close(self) -> None:
+        """Write what is left. The object must not be used afterwards."""
+        self.flush(durable=True)
+        self._context.staging.close()
+
+
+def read_stats(context: Context) -> Stats:
+    """Everything that was counted. Never raises: what cannot be read counts as nothing."""
+    rows: dict[str, Row] = {}
+    files, unreadable = [], 0
+    for name in _names(context):
+        found = _read(context, name)
+        if found is None:
+            unreadable += 1
+        else:
+            files.append(name)
+            _join(rows, found)
+    return Stats(rows, tuple(files), unreadable)
+
+
+def fold(context: Context, above: int = 0) -> None:
+    """Put the files of processes that are gone into one, if there are more than above. Never raises.
+
+    Killed anywhere it leaves some rows in two files, which count once. Only the last step, which adds old rows up,
+    must not happen beside another fold; so one that finds the collector's lock taken leaves.
+    """
+    with suppress(OSError, KVStoreError), gc_lock(context.layout) as mine:
+        if mine:
+            _fold(context, above)
+
+
+def _fold(context: Context, above: int) -> None:
+    now = context.clock() // 10**9
+    files = {name: found for name in _names(context) if (found := _read(context, name)) is not None}
+    rows: dict[str, Row] = {}
+    gone = []
+    for name, found in files.items():
+        if (_FOLDED.fullmatch(name) or _is_gone(name, found, now)) and len(rows) + len(found) <= _MAX_FOLDED:
+            _join(rows, found)
+            gone.append(name)
+    if len(gone) > max(above, 1):
+        put_file(context, context.layout.stats / f"folded.{secrets.token_hex(4)}.json", [_encode(rows)])
+        for name in gone:
+            context.fs.unlink(context.layout.stats / name)
+        return
+    for name, found in files.items():
+        others = {writer for other in files if other != name for writer in files[other]}
+        if _FOLDED.fullmatch(name) and len(found) > MAX_ROWS and others.isdisjoint(found):
+            # In place, by one rename: a row is either there or added up, and in no other file.
+            put_file(context, context.layout.stats / name, [_encode(_shortened(found))])
+
+
+def _is_gone(name: str, found: Mapping[str, Row], now: int) -> bool:
+    owner = Owner.parse(name.removesuffix(".json"))
+    if owner is None:
+        return False
+    return owner.surely_gone() or all(row.updated < now - _FORGOTTEN_S for row in found.values())
+
+
+def _shortened(rows: Mapping[str, Row]) -> dict[str, Row]:
+    """The newest half of the rows, and what the others add up to as one more."""
+    by_age = sorted(rows, key=lambda writer: (not _OLDER.fullmatch(writer), rows[writer].updated, writer))
+    old, new = by_age[: -MAX_ROWS // 2], by_age[-MAX_ROWS // 2 :]
+    name = old[0] if _OLDER.fullmatch(old[0]) else f"older.{secrets.token_hex(4)}"
+    total = Row(
+        min(rows[writer].began for writer in old),
+        max(rows[writer].updated for writer in old),
+        {counter: sum(rows[writer].counts.get(counter, 0) for writer in old) for counter in COUNTERS},
+    )
+    return {name: total, **{writer: rows[writer] for writer in new}}
+
+
+def merge_stats(source: Context, target: Context) -> None:
+    """Bring what was counted in one directory into another; what both know counts once. Raises OSError."""
+    theirs, ours = read_stats(source).rows, read_stats(target).rows
+    new = {writer: _larger(row, ours.get(writer)) for writer, row in theirs.items()}
+    new = {writer: row for writer, row in new.items() if row != ours.get(writer)}
+    if new:
+        put_file(target, target.layout.stats / f"folded.{secrets.token_hex(4)}.json", [_encode(new)])
+
+
+def _names(context: Context) -> list[str]:
+    try:
+        names = sorted(os.listdir(context.layout.stats))
+    except OSError:
+        return []
+    ours = (name for name in names if name.endswith(".json"))
+    return [name for name in ours if _FOLDED.fullmatch(name) or Owner.parse(name.removesuffix(".json"))][:_MAX_FILES]
+
+
+def _read(context: Context, name: str) -> dict[str, Row] | None:
+    """The rows of a file; None when it is none of ours after all."""
+    try:
+        document = parse(context.fs.read_file(context.layout.stats / name, _MAX_BYTES)[0])
+        if document["format"] != 1:
+            return None
+        return {writer: _row(row) for writer, row in document["rows"].items()}
+    except (OSError, *JSON_ERRORS):
+        return None
+
+
+def _row(row: Mapping[str, object]) -> Row:
+    """A row as another process wrote it; raises ValueError or TypeError. Counters that we do not know stay in it."""
+    numbers: dict[str, int] = {}
+    for name, value in row.items():
+        if type(value) is not int or not 0 <= value < _MAX_COUNT:
+            raise ValueError(f"{name} is no count")
+        numbers[name] = value
+    return Row(numbers.pop("began", 0), numbers.pop("updated", 0), numbers)
+
+
+def _encode(rows: Mapping[str, Row]) -> bytes:
+    document = {
+        "format": 1,
+        "rows": {
+            writer: {"began": row.began, "updated": row.updated, **row.counts} for writer, row in sorted(rows.items())
+        },
+    }
+    return json.dumps(document, separators=(",", ":")).encode() + b"\n"
+
+
+def _join(rows: dict[str, Row], others: Mapping[str, Row]) -> None:
+    for writer, row in others.items():
+        rows[writer] = _larger(row, rows.get(writer))
+
+
+def _larger(row: Row, other: Row | None) -> Row:
+    """Two states of one row put together: counters only grow, so the larger of each is the later."""
+    if other is None:
+        return row
+    names: Iterable[str] = {**row.counts, **other.counts}
+    return Row(
+        min(row.began, other.began),
+        max(row.updated, other.updated),
+        {name: max(row.counts.get(name, 0), other.counts.get(name, 0)) for name in names},
+    )
