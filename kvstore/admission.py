@@ -28,10 +28,10 @@ JUST_USED_NS = 10 * 10**9
 """What was written or looked up this recently does not go for something new, however warm that is: a request that found
 a prefix reads it within seconds."""
 
-_TAU = 1.7
+_TAU = 1.6
 """How long a use counts, in paces."""
 
-_MARGIN = 1.2
+_MARGIN = 1.3
 """How much warmer than the coldest leaf a new node must be, in paces."""
 
 _FIRST_PACE_NS = 20 * 10**9

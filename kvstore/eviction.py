@@ -26,6 +26,7 @@ from pathlib import Path
 
 from kvstore.admission import Warmth
 from kvstore.context import Context
+from kvstore.layout import NodeName
 from kvstore.marking import Marks
 from kvstore.scan import HashedFile, NodeFile
 
@@ -139,6 +140,8 @@ class _Families:
         self._policy = policy
         self._now = now_ns
         self.plan = Plan()
+        parsed = ((NodeName.parse(path.name), used) for path, used in list(context.recent.items()))
+        self._recent = {found[0].key: used for found, used in parsed if found is not None}
         self._taken: set[int] = set()
         self._held: int | None = None
         self._dropped: Counter[bytes] = Counter()
@@ -194,8 +197,12 @@ class _Families:
         return min(left, default=None)
 
     def _last_use(self, file: NodeFile) -> int:
-        """The mtime, or what the caller knows; one far in the future counts as the time the file came here."""
+        """The mtime, or what this process or the caller know better, because a lookup touches a file once an hour.
+
+        A time far in the future counts as the time the file came here.
+        """
         used = file.mtime_ns if file.mtime_ns <= self._now + FUTURE_NS else min(file.ctime_ns, self._now)
+        used = max(used, self._recent.get(file.key, 0))
         return used if self._policy.warmth is None else self._policy.warmth.of(file.key, used)
 
     def _pass_up(self) -> None:

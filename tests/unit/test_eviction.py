@@ -78,6 +78,16 @@ def test_warmth_decides_where_the_files_times_do_not_show_the_uses(store):
     assert victims(store, policy=Policy(warmth=warmth)) == expected
 
 
+def test_what_this_process_used_since_is_known_although_no_file_shows_it(store):
+    space = space_of(store.writer)
+    for seed, age in ((1, 100), (2, 300)):
+        publish(space, prompt(40, seed))
+        set_used(store.writer, space, prompt(40, seed), age)
+    last = space.lookup(prompt(40, 2)).steps[-1].path
+    store.context.recent[last] = time.time_ns() - 50 * SECOND
+    assert victims(store) == [name for seed in (1, 2) for name in names(space, prompt(40, seed))[::-1]]
+
+
 def test_the_warm_stay_whatever_is_needed_and_the_coldest_of_them_is_told(store):
     space = space_of(store.writer)
     for seed, age in ((1, 100), (2, 300), (3, 200)):
