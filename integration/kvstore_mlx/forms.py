@@ -43,7 +43,7 @@ class Form:
         return self.namespace.interval
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelSpace:
     """Everything the adapter knows of one loaded model."""
 

@@ -102,7 +102,7 @@ class Cached:
         self._key = model_key
         self._settings = settings
         self._loaded = SimpleNamespace(model=None, draft_model=None)
-        self._writer = Writer(Housekeeping(store, cache.size))
+        self._writer = Writer(Housekeeping(store, cache.size, cache.write_limit))
         # Nothing is kept in memory: a command has one conversation, and its caches are the engine's.
         self._tier = TieredPromptCache(0, Spaces(store, self._loaded, settings), self._writer, cache.saving)
         self._history: tuple[Any, list[int]] = (None, [])

@@ -17,7 +17,8 @@ from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prom
 from kvstore.errors import TokenError
 from kvstore.keys import TOKEN_BYTES, pack_tokens
 from kvstore.sizes import format_size
-from kvstore_mlx.boundaries import MIN_TOKENS, Saving, boundaries
+from kvstore_mlx.boundaries import Saving, boundaries
+from kvstore_mlx.breakeven import BreakEven
 from kvstore_mlx.explain import Explainer, clause, nearest_of
 from kvstore_mlx.forms import Form, ModelSpace
 from kvstore_mlx.recording import Recording
@@ -41,6 +42,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         self._pending: Recording | None = None
         self._finishing: dict[int, tuple[Any, Recording]] = {}
         self._announced: tuple[list[int], tuple[int, ...]] = ([], ())
+        self._gates: dict[ModelSpace, BreakEven] = {}
         self.explainer: Explainer | None = None
 
     def announce(self, prompt: list[int], stable: Sequence[int]) -> None:
@@ -106,13 +108,19 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         found = [find(form, packed, prefill_only=self._saving.prefill_only) for form in space.usable]
         saved = {one.form: one.match.border for one in found}
         reused, source, size = in_memory, "memory" if in_memory else "nothing", 0
+        for one in found:
+            self._writer.asked(one.form, one.match)
         best = longest(found)
-        if best is not None and best.count >= max(in_memory + MIN_TOKENS, MIN_TOKENS):
+        gate = self._gate(space)
+        if best is not None and gate.worth_restoring(
+            best.count - in_memory, best.form.plan.token_bytes * best.count, time.monotonic()
+        ):
             restored = restore(best, len(tokens), prefill_only=self._saving.prefill_only)
             saved[best.form] = restored.saved if restored is not None else 0
             if restored is not None and restored.tokens > in_memory:
                 caches, reused, size, source = restored.caches, restored.tokens, restored.size, "disk"
-        if saved:
+                gate.observe_restore(size, reused, time.perf_counter() - started, time.monotonic())
+        if saved and gate.worth_saving(len(tokens), time.monotonic()):
             self._pending = self._record(space, tokens, saved, reused, source)
         milliseconds = (time.perf_counter() - started) * 1e3
         said, explain = self._why(found, tokens, reused)
@@ -143,6 +151,12 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         explainer = self.explainer
         return said, (lambda: None) if explainer is None else (lambda: guarded(lambda: explainer.explain(near)))
 
+    def _gate(self, space: ModelSpace) -> BreakEven:
+        """What was measured of this model."""
+        if space not in self._gates:
+            self._gates[space] = BreakEven(self._saving.min_tokens)
+        return self._gates[space]
+
     def _record(
         self, space: ModelSpace, tokens: list[int], saved: dict[Form, int], reused: int, source: str
     ) -> Recording:
@@ -151,6 +165,12 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         if space.stateful:
             interval = space.forms[0].interval
             ends = boundaries(len(tokens), interval, self._saving.every, stable if prompt == tokens else ())
+        gate, started = self._gate(space), time.monotonic()
+
+        def answered(prefilled: int) -> None:
+            now = time.monotonic()
+            gate.observe_prefill(prefilled, now - started, now)
+
         return Recording(
             space,
             self._writer,
@@ -159,6 +179,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
             known=reused,
             decoded=reused > 0 and not (source == "disk" and self._saving.prefill_only),
             boundaries=ends,
+            on_answer=answered,
             phase=self._spaces.phase,
         )
 
