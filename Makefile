@@ -3,7 +3,7 @@
 
 PY := .venv/bin/python
 
-.PHONY: help demo test soak reliability lint bench bench-quick setup clean
+.PHONY: exactness help demo test soak reliability lint bench bench-quick setup clean
 
 help:
 	@echo "make demo    a coding-review conversation on a real model: disabled, first write, repeat, restart"
@@ -13,6 +13,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   every benchmark against the limit of this machine; BENCH='restore --help' for one of them"
 	@echo "make bench-quick  the core of them in less than five minutes: build/bench/quick.json"
+	@echo "make exactness  how much the pieces of a prefill matter on this machine: docs/exactness.md"
 	@echo "make clean   remove .venv and build"
 
 setup: .venv/.ready
@@ -43,6 +44,10 @@ bench: .venv/.ready
 
 bench-quick: .venv/.ready
 	$(PY) tools/bench.py quick
+
+exactness: .venv/.ready
+	LD_PRELOAD="$$($(PY) tools/fast_blas.py)" $(PY) tools/exactness.py --page docs/exactness.md
+	LD_PRELOAD= $(PY) tools/exactness.py --page docs/exactness.md
 
 clean:
 	rm -rf .venv build

@@ -1,0 +1,126 @@
+"""How much the pieces of a prefill matter: the same prompt computed in other pieces, on this machine's kernels.
+
+    make exactness            prints the tables for both of the linear algebra libraries that MLX's CPU backend may have
+                              here, and puts them into docs/exactness.md
+
+Each model is tiny, float32, with random weights. No figure of the page is typed by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from families import build, rows
+from family_runs import Answer, forward, greedy, tokens_of
+
+ROOT = Path(__file__).resolve().parent.parent
+BLAS = "OpenBLAS" if "openblas" in os.environ.get("LD_PRELOAD", "").lower() else "reference BLAS"
+MARKERS = re.compile(rf"(<!-- exactness {BLAS}: begin[^\n]*-->\n).*?(<!-- exactness {BLAS}: end -->)", re.DOTALL)
+
+FAMILIES = (
+    "llama", "qwen3", "gemma3_text", "gpt_oss", "qwen3_next", "qwen3_5_moe", "bailing_moe", "bailing_hybrid",
+    "lfm2", "jamba", "falcon_h1", "mamba", "mamba2", "rwkv7", "deepseek_v3", "llama4",
+)  # fmt: skip
+
+PROMPT = 640
+STEP = 256
+TOKENS = 12
+
+
+def ways(count: int) -> dict[str, list[int]]:
+    """The lengths of pieces to compute a prompt in; the first is what the others are compared with."""
+    steps = [STEP] * (count // STEP) + [count % STEP]
+    return {
+        f"steps of {STEP}": steps,
+        "in one piece": [count],
+        "cut at 512 more": [256, 256, *([count - 512] if count > 512 else [])],
+        "cut at 300": [256, 44, 256, count - 556],
+        "cut at 301": [256, 45, 256, count - 557],
+        "last 64 decoded": [*([STEP] * ((count - 64) // STEP)), (count - 64) % STEP, *([1] * 64)],
+    }
+
+
+def run(model: Any, tokens: Sequence[int], lengths: Sequence[int]) -> Answer:
+    """Greedy tokens after a prefill in these pieces."""
+    caches = make_prompt_cache(model)
+    at, logits = 0, None
+    for length in lengths:
+        if length:
+            logits = forward(model, caches, tokens[at : at + length])
+            at += length
+    if at != len(tokens):
+        raise AssertionError(f"pieces of {at} tokens for a prompt of {len(tokens)}")
+    return greedy(model, caches, logits, TOKENS)
+
+
+def measured(row: str) -> dict[str, tuple[float, bool]]:
+    """For each other way: the largest difference of a first logit over the largest, and if tokens are the same."""
+    model = build(row)
+    tokens = tokens_of(7, PROMPT)
+    answers = {name: run(model, tokens, lengths) for name, lengths in ways(PROMPT).items()}
+    first, *others = answers
+    wanted = answers[first]
+    scale = float(np.nanmax(np.abs(np.where(np.isfinite(wanted.logits[0]), wanted.logits[0], np.nan))))
+    found = {}
+    for name in others:
+        with np.errstate(invalid="ignore"):
+            difference = float(np.nanmax(np.abs(answers[name].logits[0] - wanted.logits[0])))
+        found[name] = difference / scale, answers[name].tokens == wanted.tokens
+    return found
+
+
+def table(families: Sequence[str]) -> Iterator[str]:
+    """The rows of a Markdown table, and the line of its conditions."""
+    _, *names = ways(PROMPT)
+    yield f"| family | {' | '.join(names)} |"
+    yield f"|---{'|---' * len(names)}|"
+    for row in families:
+        cells = []
+        for difference, same in measured(row).values():
+            size = f"{difference:.0e}" if difference else "same bits"
+            cells.append(size if same else f"{size}, **other tokens**")
+        yield f"| {row} | {' | '.join(cells)} |"
+        mx.clear_cache()
+    yield ""
+    yield (
+        f"One prompt of {PROMPT} random tokens a family (n = 1: nothing in it is random or timed), compared with steps "
+        f"of {STEP}: the largest difference of a logit of the first token over the largest logit, and whether {TOKENS} "
+        f"greedy tokens are the same. Tiny models, float32, MLX's CPU backend with {BLAS}; mlx {version('mlx')}, "
+        f"mlx-lm {version('mlx-lm')}. "
+        "`make exactness` prints this table for your machine."
+    )
+
+
+def main() -> int:
+    """Measure, print, and rewrite the page's table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", default=FAMILIES, help=f"rows of make models (default: {len(FAMILIES)})")
+    parser.add_argument("--page", type=Path, help="the page to write the table into")
+    arguments = parser.parse_args()
+    if unknown := sorted(set(arguments.families) - set(rows())):
+        print(f"there is no family {unknown[0]}; make models lists them", file=sys.stderr)
+        return 1
+    lines = []
+    for line in table(arguments.families):
+        print(line, flush=True)
+        lines.append(line)
+    if arguments.page is not None:
+        new = "\n".join(lines) + "\n"
+        text = arguments.page.read_text()
+        arguments.page.write_text(MARKERS.sub(lambda found: found[1] + new + found[2], text))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
