@@ -228,7 +228,7 @@ class Crew:
         self.stopped: dict[int, float] = {}
         self.until = time.monotonic() + given.seconds
         self.kills = self.stops = self.taken = 0
-        self.taken_at = time.monotonic()
+        self.idle, self.asked = 0.0, time.monotonic()
         self.failed: list[str] = []
 
     def start(self, place: int) -> None:
@@ -274,10 +274,14 @@ class Crew:
         """Whether somebody got the publish lock lately. That one worker does not get it in time is allowed: it is
         polled, and others hold it while they are stopped, or wait for a processor. That nobody gets it is not.
         """
+        now = time.monotonic()
         taken = sum(self.counter(place, name) for place in range(len(self.roles)) for name in LOCKED)
+        # A longer gap is this process's own: it was stopped, or had no processor, and so were the workers.
+        self.idle += min(now - self.asked, 0.5)
+        self.asked = now
         if taken != self.taken:
-            self.taken, self.taken_at = taken, time.monotonic()
-        return time.monotonic() - self.taken_at < PATIENCE_S
+            self.taken, self.idle = taken, 0.0
+        return self.idle < PATIENCE_S
 
     def counter(self, place: int, name: str) -> int:
         """One counter of one place."""
