@@ -55,14 +55,12 @@ class Answer:
 def answer() -> Answer:
     """What holds on this machine: forced by the environment, remembered, or found out now."""
     if os.environ.get(SAFE_ENV, "0") not in {"", "0"}:
-        return Answer(in_place=False, donates=False, reason=f"{SAFE_ENV} is set")
-    notes = Notes()
-    key = machine_key()
-    known = notes.get(key)
-    if known is None:
-        known = notes.look(key)
+        known = Answer(in_place=False, donates=False, reason=f"{SAFE_ENV} is set")
+    else:
+        notes, key = Notes(), machine_key()
+        known = notes.get(key) or notes.look(key)
     if not known.in_place:
-        log.warning("kvstore: MLX's memory is not shared on this machine, restores are slower: %s", known.reason)
+        log.warning("kvstore: MLX's memory is not used in place, so restores are slower: %s", known.reason)
     return known
 
 
