@@ -11,11 +11,19 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvstore.manifest import decode
 
 READY_S = 60
+
+
+def polls(seconds: float) -> Iterator[int]:
+    """A waiting loop, a turn every 50 ms. Counted, not timed: a machine that stands still for a while fails no test."""
+    for number in range(max(1, round(seconds / 0.05))):
+        yield number
+        time.sleep(0.05)
 
 
 class Server:
@@ -44,35 +52,39 @@ class Server:
         return [line for line in self.log.splitlines() if "WARNING" in line and "is a temporary folder" not in line]
 
     def wait_ready(self) -> Server:
-        deadline = time.monotonic() + READY_S
-        while time.monotonic() < deadline:
+        for _ in polls(READY_S):
             if self.process.poll() is not None:
                 raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log}")
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
                     return self
             except OSError:
-                time.sleep(0.05)
+                pass
         raise AssertionError(f"the server was not ready after {READY_S} s:\n{self.log}")
 
-    def post(self, path: str, body: dict, timeout: float = 120) -> dict:
+    def post(self, path: str, body: dict, timeout: float = 300) -> dict:
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=timeout) as response:
             return json.load(response)
 
-    def chat(self, messages: list[dict], max_tokens: int = 12, **more) -> Answer:
+    def chat(self, messages: list[dict], max_tokens: int = 12, *, timeout: float = 120, **more) -> Answer:
         body = {"messages": messages, "max_tokens": max_tokens, "logprobs": True, **more}
-        return Answer(self.post("/v1/chat/completions", body))
+        return Answer(self.post("/v1/chat/completions", body, timeout))
 
     def wait_log(self, pattern: str, timeout: float = 30) -> str:
-        deadline = time.monotonic() + timeout
-        while not (found := re.search(pattern, self.log)):
-            if time.monotonic() > deadline:
-                raise AssertionError(f"no {pattern!r} in the log:\n{self.log}")
-            time.sleep(0.05)
-        return found[0]
+        for _ in polls(timeout):
+            if found := re.search(pattern, self.log):
+                return found[0]
+        raise AssertionError(f"no {pattern!r} in the log:\n{self.log}")
+
+    def wait_for(self, condition: Callable[[], bool], what: str, timeout: float = 60) -> None:
+        """Wait until something is so; its log says what happened when it does not become so."""
+        for _ in polls(timeout):
+            if condition():
+                return
+        raise AssertionError(f"{what}:\n{self.log}")
 
     def kill(self) -> None:
         self.process.kill()
@@ -108,10 +120,9 @@ def conversation(turns: int, topic: str = "hash chains") -> list[dict]:
 
 def wait_saved(server: Server, directory: Path, tokens: int, timeout: float = 30) -> None:
     """Wait until the writer thread has published a prefix of at least this many tokens."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
+    found: list[int] = []
+    for _ in polls(timeout):
         found = [decode(path.read_bytes()).end for path in (directory / "objects" / "nodes").rglob("*.kv")]
         if found and max(found) >= tokens:
             return
-        time.sleep(0.05)
     raise AssertionError(f"only {max(found, default=0)} of {tokens} tokens were saved:\n{server.log}")

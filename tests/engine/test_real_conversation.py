@@ -72,7 +72,7 @@ def converse(serve, smollm2, tmp_path, uncached, words: int, steps: list[str]) -
     for step in steps:
         getattr(talk, step)()
         server = serve(smollm2, "--kv-cache-dir", str(tmp_path / "cache"), "--kv-cache-interval", "512")
-        answer = server.chat(talk.messages, max_tokens=ANSWER, temperature=0)
+        answer = server.chat(talk.messages, max_tokens=ANSWER, temperature=0, timeout=1200)
         assert server.stop() == 0
         wanted, prompt = uncached(talk.messages)
         assert answer.prompt_tokens == prompt
