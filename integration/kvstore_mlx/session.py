@@ -1,17 +1,19 @@
 """The cache directory for Python programs that generate with mlx-lm themselves.
 
-    with open_session("~/.cache/kv", model, tokenizer, path="mlx-community/…") as session:
-        for response in session.stream_generate(prompt):
+    with kvstore_mlx.open("~/.cache/kv", model, tokenizer, path="mlx-community/…") as cache:
+        for response in cache.stream_generate(prompt):
             print(response.text, end="")
 
-or, for a loop of one's own, ``run = session.prefill(tokens)``, decode with ``run.caches`` from ``run.logits``, and
-``session.finish(run, tokens)``. Everything but the writing happens on the thread that calls.
+or, for a loop of one's own, ``run = cache.prefill(tokens)``, decode with ``run.caches`` from ``run.logits``, and
+``cache.finish(run, tokens)``; or ``cache.restore(tokens)`` and ``cache.publish(tokens, caches)`` and all else by hand.
+Everything but the writing happens on the thread that calls.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -148,6 +150,38 @@ class Session:
         if run.recording is not None:
             run.recording.finished(run.caches, len(tokens), tokens)
 
+    def publish(
+        self, tokens: Sequence[int], caches: Sequence[Any], *, logits: Any | None = None, decoded: bool = False
+    ) -> None:
+        """Save caches that hold exactly these tokens; what is saved of them already is not written again.
+
+        decoded: whether any of the tokens was generated rather than prefilled. logits ``[vocabulary]`` are those after
+        the last one, so that the next exact hit needs no forward pass. ValueError when the caches are not this model's,
+        or hold another number of tokens.
+        """
+        if self._writer is None or self._space is None:
+            return
+        tokens = list(tokens)
+        saved = {one.form: one.match.border for one in self._find(pack_tokens(tokens))}
+        recording = Recording(
+            self._space,
+            self._writer,
+            tokens,
+            saved=saved,
+            known=len(tokens) if decoded else 0,
+            decoded=decoded,
+            prompt_end=len(tokens),
+            extras=None if self._extras is None else self._extras.capture,
+            phase=self._phase,
+        )
+        recording.finished(caches, len(tokens), tokens, logits=logits)
+
+    async def astream_generate(self, prompt: str | Sequence[int], **kwargs: Any) -> AsyncIterator[GenerationResponse]:
+        """As stream_generate, giving way to other tasks between tokens: MLX computes on the calling thread."""
+        for response in self.stream_generate(prompt, **kwargs):
+            yield response
+            await asyncio.sleep(0)
+
     def stream_generate(
         self,
         prompt: str | Sequence[int],
@@ -158,20 +192,10 @@ class Session:
         cuts: Sequence[int] = (),
     ) -> Iterator[GenerationResponse]:
         """As mlx_lm.stream_generate. Responses count the whole prompt; cached_tokens of the run is not among them."""
-        tokenizer = self._tokenizer
-        if tokenizer is None:
-            raise ValueError("open_session was given no tokenizer")
-        if not isinstance(tokenizer, TokenizerWrapper):
-            tokenizer = TokenizerWrapper(tokenizer)
-        if isinstance(prompt, str):
-            special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-            tokens = tokenizer.encode(prompt, add_special_tokens=special)
-        else:
-            tokens = list(prompt)
-        run = self.prefill(tokens, cuts)
+        run = self.prefill(self.tokens_of(prompt), cuts)
         yield from answer(
             self._model,
-            tokenizer,
+            self._wrapped(),
             run,
             max_tokens,
             sampler=sampler,
@@ -179,6 +203,14 @@ class Session:
             quantization=self._quantization,
             finish=self.finish,
         )
+
+    def tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
+        """A prompt as mlx_lm.stream_generate tokenizes it."""
+        tokenizer = self._wrapped()
+        if not isinstance(prompt, str):
+            return list(prompt)
+        special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+        return list(tokenizer.encode(prompt, add_special_tokens=special))
 
     def generate(self, prompt: str | Sequence[int], **kwargs: Any) -> str:
         """The whole answer as text; arguments as stream_generate."""
@@ -202,6 +234,12 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _wrapped(self) -> Any:
+        if self._tokenizer is None:
+            raise ValueError("kvstore_mlx.open was given no tokenizer")
+        wrapped = isinstance(self._tokenizer, TokenizerWrapper)
+        return self._tokenizer if wrapped else TokenizerWrapper(self._tokenizer)
 
     def _make(self) -> list[Any]:
         if self._extras is not None:

@@ -1,0 +1,167 @@
+"""kvstore_mlx.open: generation with mlx-lm's results, exact hits without a forward pass, loops of one's own."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx_lm import load, stream_generate
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
+
+import kvstore_mlx
+
+PROMPT = "explain why a cache must never lie. " * 12
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_llama):
+    return load(str(tiny_llama))
+
+
+@pytest.fixture
+def opened(loaded, tiny_llama, tmp_path):
+    def start(**more):
+        return kvstore_mlx.open(tmp_path / "cache", *loaded, path=str(tiny_llama), interval=128, **more)
+
+    return start
+
+
+class Counting:
+    """A model that counts its forward passes."""
+
+    def __init__(self, model) -> None:
+        self._model = model
+        self.calls = 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self._model(*args, **kwargs)
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+
+def test_the_answer_is_mlx_lm_s_first_written_and_then_restored(loaded, opened):
+    wanted = list(stream_generate(*loaded, PROMPT, max_tokens=12))
+    for _ in range(2):
+        with opened() as cache:
+            answer = list(cache.stream_generate(PROMPT, max_tokens=12))
+        assert [each.token for each in answer] == [each.token for each in wanted]
+        assert [each.text for each in answer] == [each.text for each in wanted]
+        assert answer[-1].finish_reason == wanted[-1].finish_reason
+        assert answer[-1].prompt_tokens == wanted[-1].prompt_tokens
+        assert answer[-1].generation_tokens == wanted[-1].generation_tokens
+
+
+def test_processors_see_the_whole_prompt_after_a_restore(loaded, opened):
+    processors = make_logits_processors(repetition_penalty=1.8, repetition_context_size=200)
+    wanted = [each.token for each in stream_generate(*loaded, PROMPT, max_tokens=12, logits_processors=processors)]
+    plain = [each.token for each in stream_generate(*loaded, PROMPT, max_tokens=12)]
+    assert wanted != plain  # they matter
+    for _ in range(2):
+        with opened() as cache:
+            answer = cache.stream_generate(PROMPT, max_tokens=12, logits_processors=processors)
+            assert [each.token for each in answer] == wanted
+
+
+def test_an_exact_hit_needs_no_forward_pass(loaded, tiny_llama, tmp_path):
+    model = Counting(loaded[0])
+    tokens = loaded[1].encode(PROMPT)
+    with kvstore_mlx.open(tmp_path, model, loaded[1], path=str(tiny_llama)) as cache:
+        first = cache.prefill(tokens)
+    with kvstore_mlx.open(tmp_path, model, loaded[1], path=str(tiny_llama)) as cache:
+        model.calls = 0
+        run = cache.prefill(tokens)
+        assert (run.cached_tokens, model.calls) == (len(tokens), 0)
+        assert mx.array_equal(run.logits, first.logits).item()
+        (response,) = cache.stream_generate(tokens, max_tokens=1)
+        assert (response.token, model.calls) == (int(mx.argmax(first.logits)), 0)
+
+
+def test_what_was_generated_is_saved_however_the_iteration_ends(opened):
+    with opened() as cache:
+        answer = cache.stream_generate(PROMPT, max_tokens=50)
+        tokens = [next(answer).token for _ in range(9)]
+        answer.close()
+    with opened() as cache:
+        run = cache.prefill([*cache.tokens_of(PROMPT), *tokens, 5])
+        assert run.cached_tokens == len(run.tokens) - 1
+
+
+def test_a_loop_of_one_s_own(loaded, opened):
+    model, tokenizer = loaded
+    tokens = tokenizer.encode(PROMPT)
+    with opened() as cache:
+        assert cache.restore(tokens) is None
+        caches = make_prompt_cache(model)
+        logits = model(mx.array([tokens]), cache=caches)[0, -1]
+        cache.publish(tokens, caches, logits=logits)
+        with pytest.raises(ValueError, match="tokens where"):
+            cache.publish(tokens[:-1], caches)
+    with opened() as cache:
+        restored = cache.restore(tokens)
+        assert restored.tokens == len(tokens)
+        assert mx.array_equal(restored.logits, logits).item()
+        assert [each.offset for each in restored.caches] == [len(tokens)] * 3
+        part = cache.restore(tokens[:200])
+        assert (part.tokens, part.logits) == (200, None)
+
+
+def test_what_was_decoded_can_be_left_out(loaded, opened):
+    model, tokenizer = loaded
+    tokens = tokenizer.encode(PROMPT)
+    caches = make_prompt_cache(model)
+    model(mx.array([tokens]), cache=caches)
+    with opened() as cache:
+        cache.publish(tokens, caches, decoded=True)
+    with opened(exact=True) as cache:
+        assert cache.restore(tokens) is None
+    with opened() as cache:
+        assert cache.restore(tokens).tokens == len(tokens)
+
+
+def test_other_tasks_run_between_tokens(opened):
+    async def main(cache) -> list[str]:
+        order = []
+
+        async def other() -> None:
+            for _ in range(3):
+                order.append("other")
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(other())
+        async for response in cache.astream_generate(PROMPT, max_tokens=4):
+            assert response.token >= 0
+            order.append("token")
+        await task
+        return order
+
+    with opened() as cache:
+        order = asyncio.run(main(cache))
+    assert order.index("other") < len(order) - 1 - order[::-1].index("token")
+    assert order.count("token") == 4
+
+
+def test_the_readme_s_example_runs(tiny_llama, tmp_path, monkeypatch, capsys):
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    (code,) = (each for each in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "import kvstore_mlx" in each)
+    monkeypatch.chdir(tmp_path)
+    answers = []
+    for _ in range(2):
+        exec(compile(code.replace("mlx-community/Qwen3-8B-4bit", str(tiny_llama)), "README.md", "exec"), {})
+        answers.append(capsys.readouterr().out)
+    assert answers[0]
+    assert answers[0] == answers[1]
+
+
+def test_mistakes_are_told(loaded, opened, tmp_path):
+    with pytest.raises(AttributeError, match="has no attribute 'opne'"):
+        kvstore_mlx.opne  # noqa: B018
+    with opened() as cache, pytest.raises(ValueError, match="at least one token"):
+        cache.prefill([])
+    with kvstore_mlx.open(tmp_path / "other", loaded[0]) as cache, pytest.raises(ValueError, match="no tokenizer"):
+        next(cache.stream_generate(PROMPT))
