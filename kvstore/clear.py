@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
 
 from kvstore.context import Context
 from kvstore.directory import unavailable
@@ -28,19 +27,15 @@ from kvstore.layout import Layout, NodeName
 from kvstore.locks import gc_lock, publish_lock
 from kvstore.marking import Marked, Marks, mark
 from kvstore.scan import HashedFile, NodeFile, Scan, SetAside, appeared, scan
+from kvstore.sweep import BATCH, Doomed, batches, changed
 
 __all__ = ["ClearReport", "clear", "clear_unused"]
-
-_BATCH = 64
-"""Files removed under one hold of the publish lock: about a millisecond."""
 
 _ROUND = 1024
 """Nodes removed before their folders are synced and their blocks follow; see kvstore.gc."""
 
 _PAUSE_S = 0.001
 """Given to waiting publishers between two holds of the lock."""
-
-_T = TypeVar("_T")
 
 
 @dataclass
@@ -116,15 +111,6 @@ def clear_unused(
     )
 
 
-class _File(NamedTuple):
-    """A file to delete, if its times are still those seen."""
-
-    path: Path
-    allocated: int
-    mtime_ns: int
-    ctime_ns: int
-
-
 class _Clearing:
     """One run of clear. A dry run goes the same way; only _unlink, _lock and the syncs know it."""
 
@@ -153,7 +139,7 @@ class _Clearing:
                 if self._namespace in (None, node.file.namespace) and node.unreadable != "newer"
             ]
         )
-        for unit in _batches(chosen, _ROUND):
+        for unit in batches(chosen, _ROUND):
             self._nodes(unit, found, marks)
         if self._namespace is None:
             self._rest(found, marks)
@@ -161,9 +147,9 @@ class _Clearing:
 
     def _nodes(self, units: Sequence[list[Marked]], found: Scan, marks: Marks) -> None:
         """Delete nodes, the blocks that nothing else names, and between the two make sure of the first."""
-        blocks: list[_File] = []
+        blocks: list[Doomed] = []
         folders: dict[Path, None] = {}
-        for batch in _batches(units, _BATCH):
+        for batch in batches(units, BATCH):
             with self._lock():
                 for unit in batch:
                     if not self._node(unit):
@@ -181,7 +167,7 @@ class _Clearing:
     def _node(self, unit: Sequence[Marked]) -> bool:
         """Delete a node's state and then its KV, if neither changed: a lookup refreshes the times of the KV alone."""
         files = [_seen(node.file.path(self._layout), node.file) for node in unit]
-        if _name(unit[0]) in self._kept or (not self._report.dry_run and any(_changed(file) for file in files)):
+        if _name(unit[0]) in self._kept or (not self._report.dry_run and any(changed(file) for file in files)):
             self._report.skipped += len(unit)
             return False
         for node, file in zip(unit, files, strict=True):
@@ -212,7 +198,7 @@ class _Clearing:
                 if not path.is_file() or self._keeps(namespace):
                     continue
                 status = os.stat(path, follow_symlinks=False)
-                file = _File(path, status.st_blocks * 512, status.st_mtime_ns, status.st_ctime_ns)
+                file = Doomed(path, status.st_blocks * 512, status.st_mtime_ns, status.st_ctime_ns)
                 self._report.namespaces += self._unlink(file)
 
     def _described(self) -> list[str]:
@@ -226,22 +212,22 @@ class _Clearing:
         folders = os.walk(self._layout.nodes / namespace)
         return any(NodeName.is_file_name(name) for _, _, names in folders for name in names)
 
-    def _files(self, files: Sequence[_File]) -> int:
+    def _files(self, files: Sequence[Doomed]) -> int:
         removed = 0
-        for batch in _batches(files, _BATCH):
+        for batch in batches(files, BATCH):
             with self._lock():
                 for file in batch:
-                    if not self._report.dry_run and _changed(file):
+                    if not self._report.dry_run and changed(file):
                         self._report.skipped += 1
                     else:
                         removed += self._unlink(file)
             self._released()
         return removed
 
-    def _block(self, block: HashedFile) -> _File:
+    def _block(self, block: HashedFile) -> Doomed:
         return _seen(self._layout.block(block.digest), block)
 
-    def _unlink(self, file: _File) -> bool:
+    def _unlink(self, file: Doomed) -> bool:
         """Delete a file; False, counted, when that cannot be done (it is another user's, say)."""
         if not self._report.dry_run:
             try:
@@ -264,17 +250,8 @@ class _Clearing:
             time.sleep(_PAUSE_S)
 
 
-def _seen(path: Path, file: NodeFile | HashedFile | SetAside) -> _File:
-    return _File(path, file.allocated, file.mtime_ns, file.ctime_ns)
-
-
-def _changed(file: _File) -> bool:
-    """Whether a file was touched or replaced since it was looked at. One that is gone is not."""
-    try:
-        status = os.stat(file.path, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return (status.st_mtime_ns, status.st_ctime_ns) != (file.mtime_ns, file.ctime_ns)
+def _seen(path: Path, file: NodeFile | HashedFile | SetAside) -> Doomed:
+    return Doomed(path, file.allocated, file.mtime_ns, file.ctime_ns)
 
 
 def _by_node(nodes: Sequence[Marked]) -> list[list[Marked]]:
@@ -299,8 +276,3 @@ def _name(node: Marked) -> str:
 
 def _above(node: Marked) -> str:
     return node.file.namespace + node.file.parent
-
-
-def _batches(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from core_support import files
 
 from kvstore import Durability, FileSystem
 
@@ -168,3 +170,24 @@ def where(folder: Path) -> str:
     """The part of a cache directory that a folder belongs to."""
     inside = folder.parts[folder.parts.index("cache") + 1 :] if "cache" in folder.parts else ()
     return next((part for part in inside if part != "objects"), "top")
+
+
+def disks_after(
+    run: Callable[[int], CrashingFileSystem], calls: int, survivals: Sequence[str], folder: Path
+) -> Iterator[Path]:
+    """What a disk holds after a process was killed after each of so many calls, every different content once.
+
+    run does the work in a fresh copy until it is killed after the given number of calls.
+    """
+    seen: set[int] = set()
+    after = folder / "after"
+    for limit in range(calls):
+        fs = run(limit)
+        assert fs.dead
+        for how in survivals:
+            shutil.rmtree(after, ignore_errors=True)
+            fs.disk.survive(how, after)
+            found = hash(tuple(files(after).items()))
+            if found not in seen:
+                seen.add(found)
+                yield after

@@ -63,6 +63,17 @@ def set_used(store: Store, space: Namespace, tokens: Sequence[int], seconds_ago:
                 os.utime(path, ns=(stamp, stamp))
 
 
+def forge_circle(root: Path) -> Path:
+    """Two manifests whose names say that each continues the other; the real one whose content they have."""
+    good = manifests(root)[0]
+    a, b = "a" * 32, "b" * 32
+    for parent, key in ((a, b), (b, a)):
+        folder = good.parent.parent / parent[:2]
+        folder.mkdir(exist_ok=True)
+        (folder / f"{parent}-9-{key}-{'0' * 18}.kv").write_bytes(good.read_bytes())
+    return good
+
+
 def check_valid(root: Path, *, parents: bool = True) -> None:
     """What must hold of a cache directory at every moment: blocks that are whole, parents, and KV beside states.
 

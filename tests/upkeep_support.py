@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,29 @@ from kvstore.manifest import BlockRef, decode
 from kvstore.states import StateTensor
 
 OLD_NS = 1_700_000_000_000_000_000
+
+
+def flip(path: Path) -> None:
+    """Change a bit of the last byte."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def _fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+HARM: dict[str, Callable[[Path], object]] = {
+    "flipped": flip,
+    "short": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "long": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "empty": lambda path: path.write_bytes(b""),
+    "gone": Path.unlink,
+    "fifo": _fifo,
+}
+"""What can be wrong with a file that is there, or was."""
 
 
 def grow(space: Namespace, tokens: Sequence[int], *borders: int, decode: str = "") -> None:

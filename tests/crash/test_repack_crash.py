@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from core_support import FAST, INFO, files, open_store, prompt
-from crash_support import SURVIVALS, CrashingFileSystem, Disk, KilledError
+from core_support import FAST, INFO, open_store, prompt
+from crash_support import SURVIVALS, CrashingFileSystem, Disk, KilledError, disks_after
 from gc_support import DAY, blocks, check_valid, manifests, named, state
 from upkeep_support import assert_restores, counts, forget_tails, grow, later, memory_folder, named_bytes, read_state
 
@@ -100,21 +100,14 @@ def test_a_repack_can_end_anywhere(folder, durability, record_property):
     survivals = SURVIVALS[1:] if durability is Durability.BARRIER else SURVIVALS[:1]
     record_property("points", len(calls))
     record_property("disks", len(calls) * len(survivals))
-    seen: set[int] = set()
-    for limit in range(len(calls)):
-        root = copy(source, folder / "run")
-        fs = run(root, durability, limit)
-        assert fs.dead
-        for how in survivals:
-            target = folder / "run" / "after"
-            shutil.rmtree(target, ignore_errors=True)
-            fs.disk.survive(how, target)
-            found = hash(tuple(files(target).items()))
-            if found not in seen:
-                seen.add(found)
-                states.add(tuple(len(decode(path.read_bytes()).blocks) for path in manifests(target)))
-                check(target, size)
-    assert len(seen) >= 10
+    checked = 0
+    for after in disks_after(
+        lambda limit: run(copy(source, folder / "run"), durability, limit), len(calls), survivals, folder / "run"
+    ):
+        checked += 1
+        states.add(tuple(len(decode(path.read_bytes()).blocks) for path in manifests(after)))
+        check(after, size)
+    assert checked >= 10
     # Killed between the renames of nodes that share blocks, too: each of the five changes alone.
     assert len(states) == 6
 
@@ -181,17 +174,10 @@ def test_dropping_tails_can_end_anywhere(folder, durability, record_property):
     survivals = SURVIVALS if durability is Durability.BARRIER else SURVIVALS[:1]
     record_property("points", len(calls))
     record_property("disks", len(calls) * len(survivals))
-    seen: set[int] = set()
-    for limit in range(len(calls)):
-        root = copy(source, folder / "run")
-        fs = run_later(root, durability, limit)
-        assert fs.dead
-        for how in survivals:
-            target = folder / "run" / "after"
-            shutil.rmtree(target, ignore_errors=True)
-            fs.disk.survive(how, target)
-            found = hash(tuple(files(target).items()))
-            if found not in seen:
-                seen.add(found)
-                check_grown(target)
-    assert len(seen) >= 7
+    checked = 0
+    for after in disks_after(
+        lambda limit: run_later(copy(source, folder / "run"), durability, limit), len(calls), survivals, folder / "run"
+    ):
+        checked += 1
+        check_grown(after)
+    assert checked >= 7

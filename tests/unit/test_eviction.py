@@ -7,7 +7,20 @@ import time
 
 import pytest
 from core_support import open_store
-from gc_support import DAY, HOUR, SECOND, TENANT, ahead, manifests, prompt, publish, set_used, space_of, state
+from gc_support import (
+    DAY,
+    HOUR,
+    SECOND,
+    TENANT,
+    ahead,
+    forge_circle,
+    manifests,
+    prompt,
+    publish,
+    set_used,
+    space_of,
+    state,
+)
 
 from kvstore.admission import Warmth
 from kvstore.eviction import FUTURE_NS, GRACE_NS, PROTECT_NS, Policy, choose, young
@@ -323,12 +336,7 @@ def test_a_manifest_of_a_newer_version_is_never_a_victim(store):
 def test_forged_names_in_a_circle_end(store):
     space = space_of(store.writer)
     publish(space, prompt(9))
-    good = manifests(store.path)[0]
-    a, b = "a" * 32, "b" * 32
-    for parent, key in ((a, b), (b, a)):
-        folder = good.parent.parent / parent[:2]
-        folder.mkdir(exist_ok=True)
-        (folder / f"{parent}-9-{key}-{'0' * 18}.kv").write_bytes(good.read_bytes())
+    good = forge_circle(store.path)
     assert victims(store) == [good.name]
 
 

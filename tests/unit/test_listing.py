@@ -8,7 +8,7 @@ import time
 
 import pytest
 from core_support import INFO, open_store
-from gc_support import SECOND, TENANT, manifests, prompt, publish, set_used, space_of, state
+from gc_support import SECOND, TENANT, forge_circle, manifests, prompt, publish, set_used, space_of, state
 
 from kvstore import FileSystem
 from kvstore.listing import listing
@@ -170,12 +170,7 @@ def test_the_last_use_is_that_of_kv_or_state(store):
 def test_forged_circles_end(store):
     space = space_of(store)
     publish(space, prompt(9))
-    good = manifests(store.path)[0]
-    a, b = "a" * 32, "b" * 32
-    for parent, key in ((a, b), (b, a)):
-        folder = good.parent.parent / parent[:2]
-        folder.mkdir(exist_ok=True)
-        (folder / f"{parent}-9-{key}-{'0' * 18}.kv").write_bytes(good.read_bytes())
+    forge_circle(store.path)
     assert [each.tokens for each in conversations(store)] == [9]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from core_support import INFO, open_store, spans
-from gc_support import TENANT, manifests, prompt, publish, set_used, space_of, state
+from gc_support import TENANT, forge_circle, manifests, prompt, publish, set_used, space_of, state
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from upkeep_support import invoke, invoke_json
@@ -83,15 +83,10 @@ def test_a_conversation_that_goes_on_from_the_end_of_a_shorter_one_is_one(store)
 
 
 def test_forged_circles_end(store):
-    good = manifests(store.path)[0]
-    a, b = "a" * 32, "b" * 32
-    for parent, key in ((a, b), (b, a)):
-        folder = good.parent.parent / parent[:2]
-        folder.mkdir(exist_ok=True)
-        (folder / f"{parent}-9-{key}-{'0' * 18}.kv").write_bytes(good.read_bytes())
+    forge_circle(store.path)
     found = listing(store.context)
     assert len(branches(found, found.conversations)) == 5
-    assert found.forest.path(INFO.id + a) == [INFO.id + a]
+    assert found.forest.path(INFO.id + "a" * 32) == [INFO.id + "a" * 32]
 
 
 def test_namespaces_are_added_up(store):

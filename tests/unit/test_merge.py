@@ -17,8 +17,10 @@ from gc_support import DAY, HOUR, TENANT, check_valid, manifests, named, publish
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from upkeep_support import (
+    HARM,
     assert_restores,
     counts,
+    flip,
     forget_tails,
     grow,
     invoke,
@@ -217,24 +219,7 @@ def test_another_interval_is_refused(pair, tmp_path):
 # Damage in the source.
 
 
-def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
-def _fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-DAMAGE = {
-    "flipped": _flip,
-    "short": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "long": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
-    "empty": lambda path: path.write_bytes(b""),
-    "gone": Path.unlink,
-    "fifo": _fifo,
+DAMAGE = HARM | {
     "link": lambda path: (path.rename(f"{path}.away"), path.symlink_to(f"{path}.away")),
 }
 
@@ -283,7 +268,7 @@ def test_a_manifest_of_another_prefix_stays_behind(pair):
 def test_a_damaged_block_that_two_nodes_name_is_read_and_reported_once(tmp_path):
     with open_store(tmp_path / "a") as a, open_store(tmp_path / "b") as b:
         grow(a.namespace(INFO), ONE, 5, 9, 12)
-        _flip(a.context.layout.block(refs(a.path)[5][0].digest))
+        flip(a.context.layout.block(refs(a.path)[5][0].digest))
         report = merge(a.context, b.context)
         assert (report.nodes, report.blocks) == (0, 0)
         assert len(report.problems) == 1
@@ -293,7 +278,7 @@ def test_a_damaged_block_that_two_nodes_name_is_read_and_reported_once(tmp_path)
 def test_damaged_tokenizations_and_descriptions_stay_behind(pair):
     a, b = pair
     (tokenization,) = (path for path in (a.path / "objects" / "tokens").rglob("*") if path.is_file())
-    _flip(tokenization)
+    flip(tokenization)
     description = a.context.layout.namespace_file(a.namespace(TENANT).id)
     description.write_text("{")
     report = merge(a.context, b.context)
@@ -327,7 +312,7 @@ def test_a_block_that_the_target_lost_is_brought_back(pair):
 
 def test_a_manifest_that_is_damaged_in_the_target_is_set_aside_for_the_good_one(pair):
     a, b = pair
-    _flip(by_end(b.path)[16])
+    flip(by_end(b.path)[16])
     report = merge(a.context, b.context)
     assert (report.nodes, report.there) == (5, 0)
     assert_restores(b.path, [(INFO, ONE), (INFO, TWO)])
@@ -627,7 +612,7 @@ def test_the_command_in_json_and_dry(pair):
 
 def test_damage_is_warned_of_on_stderr_and_no_failure(pair):
     a, b = pair
-    _flip(a.context.layout.block(decode(by_end(a.path)[40].read_bytes()).blocks[0].digest))
+    flip(a.context.layout.block(decode(by_end(a.path)[40].read_bytes()).blocks[0].digest))
     code, out, err = invoke("merge", a.path, b.path)
     assert code == 0
     assert "2 damaged files left out." in out

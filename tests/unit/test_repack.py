@@ -18,9 +18,11 @@ from gc_support import DAY, HOUR, TENANT, blocks, check_valid, manifests, named,
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from upkeep_support import (
+    HARM,
     OLD_NS,
     assert_restores,
     counts,
+    flip,
     forget_tails,
     grow,
     invoke,
@@ -297,25 +299,8 @@ def test_progress_is_told_up_to_the_end(cold):
 # Damage.
 
 
-def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
-def _fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-DAMAGE = {
-    "flipped": _flip,
+DAMAGE = HARM | {
     "header": lambda path: path.write_bytes(path.read_bytes().replace(b"BF16", b"FB16")),
-    "short": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "long": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
-    "empty": lambda path: path.write_bytes(b""),
-    "gone": Path.unlink,
-    "fifo": _fifo,
 }
 
 
@@ -617,7 +602,7 @@ def test_the_command_in_json_and_dry(cold):
 
 
 def test_damage_is_warned_of_and_no_failure(cold):
-    _flip(cold.context.layout.block(refs(cold.path)[16][0].digest))
+    flip(cold.context.layout.block(refs(cold.path)[16][0].digest))
     code, out, err = invoke("repack", cold.path)
     assert code == 0
     assert "1 node was left alone because of damage." in out
