@@ -44,8 +44,13 @@ def _cuttable(found: Found, *, prefill_only: bool) -> Match:
     return find_prefix(Space(replace(space.context, counters=Counters()), space.info), found.match.tokens)
 
 
-def clause(near: Nearest | None, reused: int, *, stateful: bool = False, prefill_only: bool = False) -> str:
-    """What follows the log line of a request of which less than all was reused; empty when there is nothing to say."""
+def clause(
+    near: Nearest | None, reused: int, *, tried: bool = True, stateful: bool = False, prefill_only: bool = False
+) -> str:
+    """What follows the log line of a request of which less than all was reused; empty when there is nothing to say.
+
+    tried: whether anything was read from the directory for it.
+    """
     if near is None or near.end == "whole" or near.matched < reused:
         return ""
     if near.end == "empty":
@@ -56,6 +61,8 @@ def clause(near: Nearest | None, reused: int, *, stateful: bool = False, prefill
             why = f"no state to go on from is saved after token {reused}"
         elif prefill_only:
             why = "the others were decoded (--kv-cache-exact)"
+        elif not tried:
+            why = "to compute the others is quicker than to read them"
         return f"; {near.matched} tokens match, but {why}"
     if near.end == "differs":
         return f"; it differs from the nearest saved prompt at token {near.matched}"

@@ -44,6 +44,7 @@ class CacheArguments:
     min_tokens: int | None = None
     write_limit: int | None = None
     explain: bool = False
+    report: bool = False
 
     @property
     def saving(self) -> Saving:
@@ -129,6 +130,14 @@ class CacheArguments:
             const=True,
             help="Log where a prompt differs from the nearest saved one, with both texts around it",
         )
+        if engine == "mlx_lm.server":
+            group.add_argument(
+                "--kv-cache-report",
+                action="store_const",
+                const=True,
+                help="Add a kv_cache object to each response, and to the last event of each stream: what was reused, "
+                "from where, what was written, and how long it took",
+            )
         salt = group.add_mutually_exclusive_group()
         salt.add_argument(
             "--kv-cache-salt",
@@ -151,7 +160,7 @@ class CacheArguments:
 
         Raises KVStoreError for flags that would silently do nothing.
         """
-        taken = {each.name: arguments.__dict__.pop(f"kv_cache_{each.name}") for each in fields(CacheArguments)}
+        taken = {each.name: arguments.__dict__.pop(f"kv_cache_{each.name}", None) for each in fields(CacheArguments)}
         given = {name: value for name, value in taken.items() if value is not None}
         if given and "directory" not in given:
             raise KVStoreError("the --kv-cache-… flags need --kv-cache-dir")

@@ -80,6 +80,11 @@ class Housekeeping:
         return self._budget
 
     @property
+    def used(self) -> int | None:
+        """Bytes that the directory takes, as far as this process knows; None before the first write."""
+        return self._used
+
+    @property
     def refused(self) -> dict[Refusal, tuple[int, int]]:
         """How often something was not written, and how many bytes that were, since the server started."""
         return dict(self._refused)
@@ -107,10 +112,11 @@ class Housekeeping:
         if text := self._alarm.wrote(size, counted["restored_bytes"], self._monotonic()):
             log.warning("kvstore: %s", text)
 
-    def make_room(self, size: int, namespace: Namespace, tokens: bytes) -> Refusal | None:
+    def make_room(self, size: int, namespace: Namespace, tokens: bytes, ahead: int = 0) -> Refusal | None:
         """None when size more bytes, for the node at the end of these tokens, may be written; room was made if need be.
 
-        Otherwise why not; it is counted and, but for FULL, logged here.
+        Otherwise why not; it is counted and, but for FULL, logged here. ahead: bytes of what will follow at once and
+        will be as warm, for which room is made in the same collection.
         """
         if self._limit is not None and not self._limit.allows(size, self._monotonic()):
             return self._refuse(Refusal.LIMIT, size)
@@ -118,7 +124,7 @@ class Housekeeping:
             self._used = self._look(namespace.standing(tokens).stands_on)
         if self._used + size <= self._budget:
             return None
-        refusal = self._replace(size, namespace, tokens)
+        refusal = self._replace(size, namespace, tokens, ahead)
         return None if refusal is None else self._refuse(refusal, size)
 
     def _look(self, stands_on: Container[Path]) -> int:
@@ -133,7 +139,7 @@ class Housekeeping:
         self._since = 0
         return usage(self._store.context)
 
-    def _replace(self, size: int, namespace: Namespace, tokens: bytes) -> Refusal | None:
+    def _replace(self, size: int, namespace: Namespace, tokens: bytes, ahead: int) -> Refusal | None:
         """Collect if the node is warm enough for another to go, and if that was not just found to be of no use."""
         node = namespace.standing(tokens)
         warmth = self._warmth.wanted(node.name, node.parent, self._store.context.clock())
@@ -146,7 +152,7 @@ class Housekeeping:
             size=max(0, self._budget - size),
             quotas=read_quotas(self._store.context).sizes,
             protect=node.stands_on,
-            spare=int(self._budget // 10 * min(1.0, self._took / _SPARE_S)),
+            spare=max(ahead, int(self._budget // 10 * min(1.0, self._took / _SPARE_S))),
             protect_ns=JUST_USED_NS,
             warmth=self._warmth,
             warm_ns=limit,

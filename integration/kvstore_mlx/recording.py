@@ -64,6 +64,7 @@ class Recording:
         self._held: dict[int, tuple[Form, State]] = {}
         self._failed = False
         self._answered = on_answer
+        self.on_written: Callable[[int, int, float], None] | None = None
         self._prompt_due = any(self._prompt_end > end for end in self._saved.values()) or bool(self._boundaries)
 
     @property
@@ -162,7 +163,7 @@ class Recording:
         if not items:
             return
         last = max(item.end for item in items)
-        job = Job(form, pack_tokens(self._tokens[:last]), items, self._on_failure, loans)
+        job = Job(form, pack_tokens(self._tokens[:last]), items, self._on_failure, loans, self.on_written)
         if self._writer.offer(job):
             self._saved[form] = max(first, end)
 

@@ -24,6 +24,8 @@ from kvstore_mlx.engine import RecordingBatchGenerator, recording_stream_generat
 from kvstore_mlx.explain import Explainer
 from kvstore_mlx.flags import CacheArguments
 from kvstore_mlx.housekeeping import Housekeeping
+from kvstore_mlx.http import Gauges, observed_responses, reporting_handler
+from kvstore_mlx.metrics import Metrics
 from kvstore_mlx.spaces import Settings, Spaces
 from kvstore_mlx.tier import TieredPromptCache, guarded
 from kvstore_mlx.writer import Writer
@@ -115,11 +117,15 @@ class RunningServer:
         self._server = server
         self._provider = provider
         self._quantization = settings.quantization
-        self._writer = Writer(Housekeeping(store, cache.size, cache.write_limit))
+        self._housekeeping = Housekeeping(store, cache.size, cache.write_limit)
+        self._writer = Writer(self._housekeeping)
         self._spaces = Spaces(store, provider, settings)
         self._tier = TieredPromptCache(provider.cli_args.prompt_cache_size, self._spaces, self._writer, cache.saving)
         if cache.explain:
             self._tier.explainer = Explainer(lambda: lambda tokens: str(provider.tokenizer.decode(tokens)))
+        self._metrics = Metrics(store)
+        self._tier.observe = self._metrics.fetched
+        self._report = cache.report
         self._requests = Requests()
         self._failure: KVStoreError | None = None
         self._stopping = False
@@ -137,8 +143,12 @@ class RunningServer:
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         responses: Any = None
         try:
-            responses = _responses(self._server, self._provider, self._tier, self._requests, self._loaded)
-            handler = _handler(self._server.APIHandler, self._requests)
+            base = observed_responses(self._server.ResponseGenerator, self._metrics)
+            responses = _responses(base, self._provider, self._tier, self._requests, self._loaded)
+            handler = reporting_handler(
+                self._server.APIHandler, self._metrics, self._health, self._gauges, report=self._report
+            )
+            handler = _handler(handler, self._requests)
             run = self._server._run_http_server  # noqa: SLF001 - its own run calls it
             run(host, port, responses, handler_class=handler)
         except KeyboardInterrupt:
@@ -151,10 +161,36 @@ class RunningServer:
                 responses.stop_and_join()
             if not self._writer.close(DRAIN_WRITES_S):
                 log.warning("kvstore: stopped before everything was written; what is missing will be computed again")
+            self._metrics.close()
             for number, action in before.items():
                 signal.signal(number, action)
         self._requests.join(JOIN_S)
         return self._failure
+
+    def _health(self) -> dict[str, Any]:
+        """Whether prompts are kept, and if not, why."""
+        models = self._spaces.models()
+        why = self._writer.trouble or next((why for why in models.values() if why), "")
+        off = bool(models) and all(models.values())
+        return {
+            "on": not off,
+            "why": why,
+            "models": models,
+            "budget_bytes": self._housekeeping.budget,
+            "used_bytes": self._housekeeping.used,
+            "queued_bytes": self._writer.queued,
+        }
+
+    def _gauges(self) -> Gauges:
+        health = self._health()
+        gauges: Gauges = {
+            "on": ("1 when the prompts of a loaded model are kept", float(health["on"])),
+            "budget_bytes": ("What the directory may take", health["budget_bytes"]),
+            "queued_bytes": ("Copies that wait to be written", health["queued_bytes"]),
+        }
+        if health["used_bytes"] is not None:
+            gauges["used_bytes"] = ("What the directory takes, as of the last look", health["used_bytes"])
+        return gauges
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         """The first signal starts an orderly stop, which a second one cuts short."""
@@ -181,7 +217,7 @@ class RunningServer:
 
 
 def _responses(
-    server: ModuleType,
+    base: type[Any],
     provider: Any,
     tier: TieredPromptCache,
     requests: Requests,
@@ -189,7 +225,7 @@ def _responses(
 ) -> Any:
     """The server's own ResponseGenerator, telling when its model is loaded and finishing what it began."""
 
-    class ResponseGenerator(server.ResponseGenerator):  # type: ignore[name-defined,misc]  # mlx-lm ships no types
+    class ResponseGenerator(base):  # type: ignore[misc]  # mlx-lm ships no types
         def _generate(self) -> None:
             try:
                 self.model_provider.load_default()

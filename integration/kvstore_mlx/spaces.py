@@ -52,6 +52,7 @@ class Spaces:
         self._provider = provider
         self._settings = settings
         self._known: dict[Any, ModelSpace | None] = {}
+        self._off: dict[Any, str] = {}
         self.phase = address_phase()
 
     def of(self, model_key: Any) -> ModelSpace | None:
@@ -59,6 +60,15 @@ class Spaces:
         if model_key not in self._known:
             self._known[model_key] = self._make(model_key)
         return self._known[model_key]
+
+    def models(self) -> dict[str, str]:
+        """The models that were loaded, by name, each with why it is served without the directory, or with nothing."""
+        found: dict[str, str] = {}
+        for model_key, space in list(self._known.items()):
+            forms = [] if space is None else space.forms
+            trouble = next((form.trouble for form in forms if form.trouble), "")
+            found[Path(model_key[0]).name or model_key[0]] = self._off.get(model_key, "") or trouble
+        return found
 
     def _make(self, model_key: Any) -> ModelSpace | None:
         model, adapter, draft = model_key
@@ -74,9 +84,11 @@ class Spaces:
                 settings=self._settings,
             )
         except UnsupportedModelError as error:
+            self._off[model_key] = str(error)
             log.warning("kvstore: caching is off for %s: %s", model, error)
             return None
         except Exception as error:
+            self._off[model_key] = f"its files could not be identified ({error})"
             log.warning("kvstore: caching is off for %s: its files could not be identified (%s)", model, error)
             return None
         seconds = time.perf_counter() - started

@@ -16,11 +16,13 @@ from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prom
 
 from kvstore.errors import TokenError
 from kvstore.keys import TOKEN_BYTES, pack_tokens
+from kvstore.nearest import Nearest
 from kvstore.sizes import format_size
 from kvstore_mlx.boundaries import Saving, boundaries
 from kvstore_mlx.breakeven import BreakEven
 from kvstore_mlx.explain import Explainer, clause, nearest_of
 from kvstore_mlx.forms import Form, ModelSpace
+from kvstore_mlx.metrics import Fetched, Tier, Wrote
 from kvstore_mlx.recording import Recording
 from kvstore_mlx.restoring import Found, find, longest, restore
 from kvstore_mlx.spaces import Spaces
@@ -44,6 +46,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         self._announced: tuple[list[int], tuple[int, ...]] = ([], ())
         self._gates: dict[ModelSpace, BreakEven] = {}
         self.explainer: Explainer | None = None
+        self.observe: Callable[[Fetched], Wrote | None] = lambda _: None
 
     def announce(self, prompt: list[int], stable: Sequence[int]) -> None:
         """Told where the stable parts of a prompt end, before it is fetched."""
@@ -78,7 +81,11 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
             # mlx-lm trims a ChunkedKVCache no further than what is left of it, and says nothing.
             caches, in_memory = None, 0
         rest = list(tokens[in_memory:])
+        told = Fetched(
+            len(tokens), in_memory, "memory" if in_memory else "none", lookup_s=time.perf_counter() - started
+        )
         if space is None:
+            self._tell(told)
             return caches, rest
         try:
             return self._from_disk(space, tokens, caches, in_memory, started)
@@ -86,6 +93,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
             log.info("kvstore: this prompt has images; served without the cache directory")
         except Exception:
             log.exception("kvstore: lookup failed, computing instead; this is a bug in kvstore, please report it")
+        self._tell(told)
         return caches, rest
 
     def _from_memory(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
@@ -107,7 +115,8 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         packed = pack_tokens(tokens)[: (len(tokens) - 1) * TOKEN_BYTES]
         found = [find(form, packed, prefill_only=self._saving.prefill_only) for form in space.usable]
         saved = {one.form: one.match.border for one in found}
-        reused, source, size = in_memory, "memory" if in_memory else "nothing", 0
+        reused, source, size, restore_s = in_memory, "memory" if in_memory else "nothing", 0, 0.0
+        lookup_s, tried = time.perf_counter() - started, False
         for one in found:
             self._writer.asked(one.form, one.match)
         best = longest(found)
@@ -115,15 +124,17 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         if best is not None and gate.worth_restoring(
             best.count - in_memory, best.form.plan.token_bytes * best.count, time.monotonic()
         ):
+            tried = True
             restored = restore(best, len(tokens), prefill_only=self._saving.prefill_only)
             saved[best.form] = restored.saved if restored is not None else 0
             if restored is not None and restored.tokens > in_memory:
                 caches, reused, size, source = restored.caches, restored.tokens, restored.size, "disk"
+                restore_s = restored.seconds
                 gate.observe_restore(size, reused, time.perf_counter() - started, time.monotonic())
         if saved and gate.worth_saving(len(tokens), time.monotonic()):
             self._pending = self._record(space, tokens, saved, reused, source)
         milliseconds = (time.perf_counter() - started) * 1e3
-        said, explain = self._why(found, tokens, reused)
+        near = self._nearest(found, tokens, reused)
         log.info(
             "kvstore: reused %d of %d tokens from %s in %.1f ms (%s read)%s",
             reused,
@@ -131,25 +142,42 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
             source,
             milliseconds,
             format_size(size),
-            said,
+            clause(
+                near,
+                reused,
+                tried=tried,
+                stateful=any(one.form.stateful for one in found),
+                prefill_only=self._saving.prefill_only,
+            ),
         )
-        explain()
+        explainer = self.explainer
+        if explainer is not None:
+            guarded(lambda: explainer.explain(near))
+        tier: Tier = "disk" if source == "disk" else "memory" if reused else "none"
+        matched, differs = (None, False) if near is None else (near.matched, near.end == "differs")
+        self._tell(Fetched(len(tokens), reused, tier, size, lookup_s, restore_s, matched, differs))
         return caches, list(tokens[reused:])
 
-    def _why(self, found: Sequence[Found], tokens: list[int], reused: int) -> tuple[str, Callable[[], None]]:
-        """Why less than all was reused: a clause for the log line, and what logs the texts, when that was asked for."""
+    def _nearest(self, found: Sequence[Found], tokens: list[int], reused: int) -> Nearest | None:
+        """What is saved nearest to a prompt of which less than all was reused."""
         if reused >= len(tokens) - 1:
-            return "", lambda: None
-        exact = self._saving.prefill_only
+            return None
         try:
-            near = nearest_of(found, pack_tokens(tokens), prefill_only=exact)
-            stateful = any(one.form.stateful for one in found)
-            said = clause(near, reused, stateful=stateful, prefill_only=exact)
+            return nearest_of(found, pack_tokens(tokens), prefill_only=self._saving.prefill_only)
         except Exception:
             log.exception("kvstore: cannot say why no more was reused; this is a bug in kvstore, please report it")
-            return "", lambda: None
-        explainer = self.explainer
-        return said, (lambda: None) if explainer is None else (lambda: guarded(lambda: explainer.explain(near)))
+            return None
+
+    def _tell(self, fetched: Fetched) -> None:
+        """Tell whoever counts, and the recording whom to tell what is written."""
+        recording = self._pending
+
+        def tell() -> None:
+            wrote = self.observe(fetched)
+            if recording is not None:
+                recording.on_written = wrote
+
+        guarded(tell)
 
     def _gate(self, space: ModelSpace) -> BreakEven:
         """What was measured of this model."""

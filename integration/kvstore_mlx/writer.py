@@ -55,7 +55,8 @@ class Boundary:
 class Job:
     """Spans and states of one prompt to be published, in order. on_failure runs on the writer thread when one is not.
 
-    loans: the memory that a span's data lie in, by its first token, where they lie in the writer's pool.
+    loans: the memory that a span's data lie in, by its first token, where they lie in the writer's pool. on_written is
+    told on the writer thread of each item that was: new tokens, bytes, seconds.
     """
 
     form: Form
@@ -63,6 +64,7 @@ class Job:
     items: list[Span | Boundary]
     on_failure: Callable[[], None] = field(default=lambda: None)
     loans: dict[int, Loan] = field(default_factory=dict)
+    on_written: Callable[[int, int, float], None] | None = None
 
     @property
     def size(self) -> int:
@@ -78,7 +80,10 @@ class Job:
 
 
 class Writer:
-    """The background thread of one server and its queue. phase: see Pool."""
+    """The background thread of one server and its queue. phase: see Pool.
+
+    trouble: why the last thing that should have been saved was not; empty when it was.
+    """
 
     def __init__(self, housekeeping: Housekeeping, max_queued: int = MAX_QUEUED_BYTES, phase: int = 0) -> None:
         self._housekeeping = housekeeping
@@ -91,9 +96,15 @@ class Writer:
         self._busy = False
         self._changed = threading.Condition()
         self._warned: dict[str, float] = {}
+        self.trouble = ""
         self._verified: set[tuple[Form, type]] = set()
         self._thread = threading.Thread(target=self._run, name="kvstore-writer", daemon=True)
         self._thread.start()
+
+    @property
+    def queued(self) -> int:
+        """Bytes that wait to be written."""
+        return self._queued
 
     def expect(self, size: int) -> None:
         """Say that so many bytes will be copied soon: the thread touches the memory for them while it has nothing else
@@ -106,6 +117,8 @@ class Writer:
     def asked(self, form: Form, match: Match) -> None:
         """Say that a request looked a prompt up, whatever it found; called on the engine's thread."""
         self._housekeeping.asked(form.namespace, match)
+        new = len(match.tokens) // TOKEN_BYTES - match.count
+        self.expect(form.plan.token_bytes * min(new, form.interval))
 
     def lend(self, size: int) -> Loan | None:
         """Memory to copy a span into, which goes into its job; None when the queue is full. Never waits."""
@@ -176,9 +189,11 @@ class Writer:
 
     def _write(self, job: Job) -> None:
         try:
+            ahead = job.size
             for item in job.items:
+                ahead -= item.payload_bytes
                 # One by one: memory is given back as it is written, and a hole stops the rest.
-                if job.form.trouble or not self._item(job, item):
+                if job.form.trouble or not self._item(job, item, ahead):
                     job.on_failure()
                     return
                 job.give_back(item)
@@ -192,23 +207,27 @@ class Writer:
             log.exception("kvstore: not saved, and this is a bug in kvstore; please report it")
             job.on_failure()
 
-    def _item(self, job: Job, item: Span | Boundary) -> bool:
+    def _item(self, job: Job, item: Span | Boundary, ahead: int) -> bool:
         """Publish one span or state; False, with a warning, when it must not be or there is no room."""
         if _has_non_finite(item):
             self._warn("NaN or infinity in the KV cache; not saved")
             return False
         tokens = job.tokens[: item.end * TOKEN_BYTES]
-        refusal = self._housekeeping.make_room(item.payload_bytes, job.form.namespace, tokens)
+        refusal = self._housekeeping.make_room(item.payload_bytes, job.form.namespace, tokens, ahead)
         if refusal is not None:
             if refusal is Refusal.FULL:
                 self._warn(refusal.value)
             return False
+        started = time.perf_counter()
         if isinstance(item, Span):
             published = job.form.namespace.publish(tokens, [item])
         else:
             published = job.form.namespace.publish_state(tokens, item.state)
         new = item.count if isinstance(item, Span) and published.nodes else 0
         self._housekeeping.wrote(published.written, new)
+        self.trouble = ""
+        if job.on_written is not None:
+            job.on_written(new, published.written, time.perf_counter() - started)
         kind = type(item)
         if published.nodes and (job.form, kind) not in self._verified:
             if trouble := differs(job.form, tokens, item if isinstance(item, Span) else item.state):
@@ -220,6 +239,7 @@ class Writer:
 
     def _warn(self, text: str) -> None:
         """One warning a minute for each kind of trouble: a full disk must not fill the log as well."""
+        self.trouble = text
         now = time.monotonic()
         if now - self._warned.get(text, -_WARN_EVERY_S) >= _WARN_EVERY_S:
             self._warned[text] = now

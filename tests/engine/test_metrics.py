@@ -1,0 +1,237 @@
+"""What a server's cache does is told: in responses, at /metrics and /health, and in the directory over restarts."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+from itertools import count, pairwise
+
+import pytest
+from core_support import open_store
+from engine_support import conversation, wait_saved
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvstore import KVStoreError
+from kvstore.stats import read_stats
+from kvstore_mlx.metrics import BUCKETS, Fetched, Histogram, Metrics, Served
+
+
+@pytest.fixture
+def metrics(tmp_path):
+    """Metrics whose clock goes on by a second each time it is asked."""
+    with open_store(tmp_path / "s") as store:
+        seconds = count(100.0)
+        metrics = Metrics(store, lambda: next(seconds))
+        yield metrics
+        metrics.close()
+
+
+def scrape(text: str) -> dict[str, float]:
+    """Samples by name and labels."""
+    return {
+        sample.name + "".join(f"{{{key}={value}}}" for key, value in sample.labels.items()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_histograms_are_cumulative_and_end_with_all():
+    histogram = Histogram()
+    for seconds in (0.0, 0.001, 0.002, 0.7, 1000.0):
+        histogram.observe(seconds)
+    rows, total = histogram.snapshot()
+    assert total == pytest.approx(1000.703)
+    assert [bound for bound, _ in rows] == [*map(str, BUCKETS), "+Inf"]
+    assert all(a <= b for (_, a), (_, b) in pairwise(rows))
+    assert (dict(rows)["0.001"], dict(rows)["0.0025"], dict(rows)["300.0"], rows[-1][1]) == (2, 3, 4, 5)
+
+
+def test_a_request_is_counted_once_and_by_where_its_tokens_came_from(metrics):
+    served = Served()
+    metrics.begin(served)
+    wrote = metrics.fetched(Fetched(100, 60, "disk", 4096, 0.01, 0.2, 60, differs=True))
+    metrics.fetched(Fetched(50, 40, "memory", lookup_s=0.01))  # nobody told whose
+    metrics.fetched(Fetched(30))
+    assert list(metrics.watched(served, iter("abc"))) == ["a", "b", "c"]
+    wrote(64, 1000, 0.5)
+    wrote(36, 600, 0.25)
+    assert served.document() == {
+        "tier": "disk",
+        "prompt_tokens": 100,
+        "reused_tokens": 60,
+        "restored_tokens": 60,
+        "restored_bytes": 4096,
+        "matched_tokens": 60,
+        "differs_at": 60,
+        "written_tokens": 100,
+        "written_bytes": 1600,
+        "lookup_seconds": 0.01,
+        "restore_seconds": 0.2,
+        "prefill_seconds": 3.0,
+        "publish_seconds": 0.75,
+    }
+    body, content_type = metrics.exposition("", {"queued_bytes": ("What waits", 5.0)})
+    assert content_type.startswith("text/plain")
+    samples = scrape(body.decode())
+    assert samples["kvstore_requests_total"] == 3
+    assert samples["kvstore_prompt_tokens_total"] == 180
+    assert samples["kvstore_reused_tokens_total{tier=disk}"] == 60
+    assert samples["kvstore_reused_tokens_total{tier=memory}"] == 40
+    assert samples["kvstore_generated_tokens_total"] == 3
+    assert samples["kvstore_restore_seconds_count"] == 1
+    assert samples["kvstore_publish_seconds_sum"] == 0.75
+    assert samples["kvstore_prefill_seconds_bucket{le=5.0}"] == 1
+    assert samples["kvstore_queued_bytes"] == 5
+    assert samples["kvstore_damaged_total"] == 0
+    openmetrics, content_type = metrics.exposition("application/openmetrics-text; version=1.0.0", {})
+    assert content_type.startswith("application/openmetrics-text")
+    assert openmetrics.endswith(b"# EOF\n")
+
+
+def test_a_request_that_never_got_to_its_lookup(metrics):
+    document = Served().document()
+    assert (document["tier"], document["prompt_tokens"], document["prefill_seconds"]) == ("none", 0, None)
+    assert list(metrics.watched(Served(), iter([1]))) == [1]
+
+
+def test_what_was_counted_is_in_the_directory_after_the_end(metrics):
+    metrics.fetched(Fetched(100, 60, "disk", 4096))(10, 20, 0.1)
+    metrics.close()
+    found = read_stats(metrics._store.context)
+    totals = {name: found.total(name) for name in ("requests", "disk_tokens", "read_bytes", "written_bytes")}
+    assert totals == {"requests": 1, "disk_tokens": 60, "read_bytes": 4096, "written_bytes": 20}
+
+
+def test_counters_come_to_the_directory_without_an_end(metrics, monkeypatch):
+    monkeypatch.setattr("kvstore_mlx.metrics.FLUSH_S", 0.01)
+    for tokens in (100, 50):
+        metrics.fetched(Fetched(tokens))
+        deadline = time.monotonic() + 10
+        while read_stats(metrics._store.context).total("prompt_tokens") < tokens:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_without_the_package_there_is_one_sentence(metrics, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
+    with pytest.raises(KVStoreError, match="pip install prometheus-client"):
+        metrics.exposition("", {})
+
+
+# A server.
+
+
+def get(server, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=30) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def stream(server, **more) -> list[dict]:
+    """All events of a stream but [DONE]."""
+    body = {"messages": conversation(1), "max_tokens": 3, "stream": True, **more}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.port}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        lines = [line.decode().strip() for line in response]
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2] if line.startswith("data: ")]
+
+
+def test_a_server_tells_what_its_cache_does(serve, tiny_llama, tmp_path):
+    directory = tmp_path / "kv"
+    flags = ("--kv-cache-dir", str(directory), "--kv-cache-min-tokens", "64")
+    server = serve(tiny_llama, *flags, "--kv-cache-report")
+    first = server.chat(conversation(1), max_tokens=3)
+    told = first.body["kv_cache"]
+    assert (told["tier"], told["prompt_tokens"], told["reused_tokens"]) == ("none", first.prompt_tokens, 0)
+    assert told["prefill_seconds"] > 0
+    wait_saved(server, directory, first.prompt_tokens)
+    status, text = get(server, "/health")
+    health = json.loads(text)
+    assert (status, health["status"]) == (200, "ok")
+    assert health["kv_cache"] | {"used_bytes": 0, "queued_bytes": 0} == {
+        "on": True,
+        "why": "",
+        "models": {"tiny-llama": ""},
+        "budget_bytes": 20 << 30,
+        "used_bytes": 0,
+        "queued_bytes": 0,
+    }
+    again = server.chat(conversation(1), max_tokens=3).body["kv_cache"]
+    assert (again["tier"], again["reused_tokens"], again["restored_bytes"]) == ("memory", first.prompt_tokens - 1, 0)
+    # Only in the last event of a stream, whichever that is.
+    events = stream(server)
+    assert [("kv_cache" in event) for event in events] == [False] * (len(events) - 1) + [True]
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    events = stream(server, stream_options={"include_usage": True})
+    assert [("kv_cache" in event) for event in events] == [False] * (len(events) - 1) + [True]
+    assert events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == events[-1]["kv_cache"]["reused_tokens"]
+    # Alone, too: a seed takes the request out of the batch.
+    alone = server.chat(conversation(1), max_tokens=3, seed=1).body["kv_cache"]
+    assert (alone["tier"], alone["prefill_seconds"] > 0) == ("memory", True)
+
+    status, text = get(server, "/metrics")
+    samples = scrape(text)
+    assert status == 200
+    assert samples["kvstore_requests_total"] == 5
+    assert samples["kvstore_generated_tokens_total"] == 15
+    assert samples["kvstore_reused_tokens_total{tier=memory}"] == 4 * (first.prompt_tokens - 1)
+    assert samples["kvstore_saved_tokens_total"] >= first.prompt_tokens
+    assert samples["kvstore_prefill_seconds_count"] == 5
+    assert samples["kvstore_on"] == 1
+    assert get(server, "/nothing")[0] == 404
+
+
+def test_counts_survive_a_kill_and_a_restart(serve, tiny_llama, tmp_path):
+    directory = tmp_path / "kv"
+    flags = ("--kv-cache-dir", str(directory), "--kv-cache-min-tokens", "64")
+    server = serve(tiny_llama, *flags)
+    first = server.chat(conversation(1), max_tokens=3)
+    wait_saved(server, directory, first.prompt_tokens)
+    deadline = time.monotonic() + 30
+    while not list(directory.glob("stats/*.json")):  # within seconds, without an end
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    server.kill()
+    with open_store(directory, None) as store:
+        assert read_stats(store.context).total("requests") >= 1
+
+    server = serve(tiny_llama, *flags)
+    restored = server.chat(conversation(1), max_tokens=3)
+    assert restored.cached_tokens == first.prompt_tokens - 1
+    assert "kv_cache" not in restored.body
+    assert all("kv_cache" not in event for event in stream(server, stream_options={"include_usage": True}))
+    assert server.stop() == 0
+    with open_store(directory, None) as store:
+        found = read_stats(store.context)
+        assert found.total("disk_tokens") == first.prompt_tokens - 1
+        assert found.total("read_bytes") > 0
+        assert len(found.rows) == 2
+
+
+def test_health_says_why_a_cache_is_off(serve, tiny_llama, tmp_path):
+    server = serve(
+        tiny_llama, "--kv-cache-dir", str(tmp_path / "kv"), "--draft-model", str(tiny_llama), "--kv-bits", "8"
+    )
+    server.chat(conversation(1), max_tokens=2)
+    _, text = get(server, "/health")
+    health = json.loads(text)["kv_cache"]
+    assert health["on"] is False
+    assert "--kv-bits" in health["why"]
+    assert scrape(get(server, "/metrics")[1])["kvstore_on"] == 0
+
+
+def test_without_a_directory_nothing_is_added(serve, tiny_llama):
+    server = serve(tiny_llama)
+    assert json.loads(get(server, "/health")[1]) == {"status": "ok"}
+    assert get(server, "/metrics")[0] == 404
+    assert "kv_cache" not in server.chat(conversation(1), max_tokens=2).body
