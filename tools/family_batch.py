@@ -1,0 +1,100 @@
+"""A batch of unequal prompts through mlx-lm's BatchGenerator and the server's second tier, cold and then restored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import make_prompt_cache
+
+from family_runs import STEP, Uninterrupted, tokens_of
+from family_scenarios import ANSWER, INTERVAL, PROMPT, SHORT, Outcome
+from kvstore.fs import Durability
+from kvstore.store import Store
+from kvstore_mlx.boundaries import Saving
+from kvstore_mlx.buffers import address_phase
+from kvstore_mlx.engine import RecordingBatchGenerator
+from kvstore_mlx.forms import ModelSpace
+from kvstore_mlx.housekeeping import Housekeeping
+from kvstore_mlx.spaces import Settings, make_space
+from kvstore_mlx.tier import TieredPromptCache
+from kvstore_mlx.versions import check_versions
+from kvstore_mlx.writer import Writer
+
+__all__ = ["batch", "batchable"]
+
+PROMPTS = [PROMPT, SHORT, tokens_of(21, 211), [*PROMPT[:128], *tokens_of(22, 60)]]
+_KEY = ("tiny", None, None)
+
+
+class _Spaces:
+    """What TieredPromptCache asks of kvstore_mlx.spaces.Spaces, for a model that is no file."""
+
+    def __init__(self, space: ModelSpace) -> None:
+        self._space = space
+        self.phase = address_phase()
+
+    def of(self, model_key: Any) -> ModelSpace:
+        """The one model's."""
+        del model_key
+        return self._space
+
+
+def batchable(model: Any) -> bool:
+    """As mlx_lm.server decides it."""
+    return all(hasattr(cache, "merge") for cache in make_prompt_cache(model))
+
+
+def batch(row: str, model: Any, directory: Path) -> Outcome:
+    """Tokens of four prompts together: with everything saved, and with everything restored, as of each prompt alone."""
+    outcome = Outcome()
+    alone = [Uninterrupted(model).prefill(prompt, []).answer(ANSWER).tokens for prompt in PROMPTS]
+    try:
+        plain = _run(BatchGenerator(model, prefill_step_size=STEP), PROMPTS, None)
+    except Exception as error:
+        outcome.notes.append(f"mlx-lm's own batch fails ({type(error).__name__})")
+        return outcome
+    if plain != alone:
+        outcome.notes.append("mlx-lm's own batch of unequal prompts gives other tokens than each prompt alone")
+        return outcome
+    with Store.open(directory, interval=INTERVAL, durability=Durability.NONE) as store:
+        identity = {"identity": {"row": row}}
+        space = make_space(
+            store, model, None, identity=lambda: identity, label=row, settings=Settings(check_versions())
+        )
+        for name in ("batch, first write", "batch, restored"):
+            writer = Writer(Housekeeping(store, 1 << 40))
+            tier: Any = TieredPromptCache(10, _Spaces(space), writer, Saving())  # type: ignore[arg-type]  # a stand-in
+            generator = RecordingBatchGenerator(model, prefill_step_size=STEP, tier=tier)
+            reused: list[int] = []
+            tokens = _run(generator, PROMPTS, tier, reused)
+            outcome.checks[name] = "" if tokens == plain else "other tokens than plain mlx-lm's"
+            if name == "batch, restored" and min(reused) < INTERVAL // 2:
+                outcome.checks[name] = f"{reused} tokens were restored"
+            writer.close(60.0)
+    return outcome
+
+
+def _run(
+    generator: Any, prompts: Sequence[list[int]], tier: Any | None, reused: list[int] | None = None
+) -> list[list[int]]:
+    """Every prompt's tokens; with a tier as mlx_lm.server uses its prompt cache."""
+    answers: dict[int, list[int]] = {}
+    for prompt in prompts:
+        caches, rest = (None, prompt) if tier is None else tier.fetch_nearest_cache(_KEY, prompt)
+        known = len(prompt) - len(rest)
+        if reused is not None:
+            reused.append(known)
+        (uid,) = generator.insert_segments([[list(rest)]], [ANSWER], [caches], [prompt[:known]])
+        answers[uid] = []
+    left = len(prompts)
+    while left:
+        for response in generator.next()[1]:
+            answers[response.uid].append(int(response.token))
+            if response.finish_reason is not None:
+                left -= 1
+                if tier is not None:
+                    tier.insert_cache(_KEY, response.all_tokens[:], response.prompt_cache, cache_type="assistant")
+    return list(answers.values())
