@@ -1,0 +1,71 @@
+"""A full directory and a recording: what is refused ends the saving of that prompt, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from recording_support import INTERVAL, FakeLive, FakeSpace, fake_plan
+
+from kvstore import NamespaceInfo, Store, TensorSpec
+from kvstore.gc import usage
+from kvstore.keys import pack_tokens
+from kvstore_mlx.forms import Form
+from kvstore_mlx.housekeeping import Housekeeping, Refusal
+from kvstore_mlx.recording import Recording
+from kvstore_mlx.writer import Writer
+
+BIG = (TensorSpec("0.keys", "F32", 16, (64,)), TensorSpec("0.values", "F32", 16, (64,)))
+CHUNK = INTERVAL * 2 * 16 * 64 * 4
+
+
+@pytest.fixture
+def store(tmp_path):
+    with Store.open(tmp_path / "cache", interval=INTERVAL) as opened:
+        yield opened
+
+
+@pytest.fixture
+def form(store):
+    return Form(fake_plan(), store.namespace(NamespaceInfo({"model": "fake"})))
+
+
+def save(form: Form, writer: Writer, prompt: list[int], chunks: int) -> Recording:
+    """A request's prefill, chunk by chunk."""
+    match = form.namespace.lookup(pack_tokens(prompt))
+    writer.asked(form, match)
+    recording = Recording(FakeSpace(form), writer, prompt, saved={form: match.border}, known=0, decoded=False)
+    for chunk in range(1, chunks + 1):
+        recording.reached(FakeLive(chunk * INTERVAL, BIG), None, chunk * INTERVAL)
+        assert writer.drain(30)
+    return recording
+
+
+def test_the_second_of_two_prompts_is_left_out_without_a_warning(store, form, caplog):
+    caplog.set_level(logging.INFO, "kvstore")
+    first, second = list(range(1, 600)), list(range(1001, 1600))
+    house = Housekeeping(store, usage(store.context) + 5 * CHUNK)
+    writer = Writer(house)
+    save(form, writer, first, 4)
+    recording = save(form, writer, second, 4)
+    assert writer.close(30)
+    assert form.namespace.lookup(first).count == 4 * INTERVAL
+    assert form.namespace.lookup(second).count == 0
+    assert not recording.wants(4 * INTERVAL), "nothing more is copied for it"
+    assert set(house.refused) == {Refusal.WARM}
+    assert usage(store.context) <= house.budget
+    assert [record.levelname for record in caplog.records if "wanted as much" in record.message] == ["INFO"]
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+
+
+def test_a_write_limit_ends_the_saving_of_a_prompt_at_a_chunk(store, form):
+    prompt = list(range(1, 600))
+    house = Housekeeping(store, 1 << 40, write_limit=2 * CHUNK + CHUNK // 2)
+    writer = Writer(house)
+    save(form, writer, prompt, 4)
+    assert writer.close(30)
+    assert form.namespace.lookup(prompt).count == 2 * INTERVAL
+    assert house.refused[Refusal.LIMIT] == (1, CHUNK)
+    counters = store.context.counters
+    assert counters.saved_tokens == 2 * INTERVAL
+    assert 1.0 <= counters.written_bytes / (counters.saved_tokens * CHUNK / INTERVAL) < 1.02
