@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -117,22 +118,22 @@ class Pool:
     def warm(self, size: int) -> None:
         """Touch what the next size bytes will be lent from, a little at a time, so that the copy need not.
 
-        For another thread than the one that copies. Memory that is lent meanwhile is left alone.
+        For another thread than the one that copies, which is not kept from computing: reading zeros lets go of the
+        interpreter's lock. Memory that is lent meanwhile is left alone.
         """
         end = min(-(-(size + self._phase) // _PAGE) * _PAGE, self._limit)
         at = self._touched
-        while at < end:
-            stop = min(at + _TOUCH_BYTES, end)
-            with self._lock:
-                try:
+        with suppress(OSError), open("/dev/zero", "rb", buffering=0) as zeros:
+            while at < end:
+                stop = min(at + _TOUCH_BYTES, end)
+                with self._lock:
+                    self._settle()
                     self._region = self._region or mmap.mmap(-1, self._limit)
-                except OSError:
-                    return
-                if not any(begin < stop and at < lent_end for begin, lent_end in self._lent.items()):
-                    with memoryview(self._region) as whole, whole[at:stop:_PAGE] as pages:
-                        pages[:] = bytes(pages.nbytes)
-                self._touched = max(self._touched, stop)
-            at = stop
+                    if not any(begin < stop and at < lent_end for begin, lent_end in self._lent.items()):
+                        with memoryview(self._region) as whole, whole[at:stop] as pages:
+                            zeros.readinto(pages)
+                    self._touched = max(self._touched, stop)
+                at = stop
 
     def trim(self) -> None:
         """Give all memory back to the system, unless some of it is lent."""

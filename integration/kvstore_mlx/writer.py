@@ -19,7 +19,7 @@ from kvstore.errors import KVStoreError, MissingParentError
 from kvstore.keys import TOKEN_BYTES
 from kvstore.lookup import Match
 from kvstore.states import State
-from kvstore_mlx.buffers import has_non_finite
+from kvstore_mlx.buffers import address_phase, has_non_finite
 from kvstore_mlx.forms import Form
 from kvstore_mlx.housekeeping import Housekeeping, Refusal
 from kvstore_mlx.pool import Loan, Pool
@@ -80,15 +80,15 @@ class Job:
 
 
 class Writer:
-    """The background thread of one server and its queue. phase: see Pool.
+    """The background thread of one server and its queue.
 
     trouble: why the last thing that should have been saved was not; empty when it was.
     """
 
-    def __init__(self, housekeeping: Housekeeping, max_queued: int = MAX_QUEUED_BYTES, phase: int = 0) -> None:
+    def __init__(self, housekeeping: Housekeeping, max_queued: int = MAX_QUEUED_BYTES) -> None:
         self._housekeeping = housekeeping
         self._max_queued = max_queued
-        self._pool = Pool(max_queued, phase)
+        self._pool = Pool(max_queued, address_phase())
         self._expected = 0
         self._queue: deque[Job] = deque()
         self._queued = 0

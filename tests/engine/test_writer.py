@@ -1,267 +1,141 @@
-"""Spans and states on their way to the disk, in order; and the copy that is read back once a namespace."""
+"""The writer's memory: warmed before it is needed, given back as it is written, gone when nothing happens."""
 
 from __future__ import annotations
 
-import logging
-import threading
+import time
+from itertools import pairwise
 
-import numpy as np
 import pytest
-from recording_support import INTERVAL, SPECS, FakeLive, fake_plan, state_at
+from core_support import SPECS, Memory, open_store, prompt
 
-from kvstore import FileSystem, NamespaceInfo, Span, Store
+from kvstore import NamespaceInfo, Span
 from kvstore.keys import pack_tokens
-from kvstore.states import State, StateTensor
-from kvstore_mlx.forms import Form
+from kvstore_mlx import writer as writer_module
 from kvstore_mlx.housekeeping import Housekeeping
-from kvstore_mlx.verification import differs
-from kvstore_mlx.writer import Boundary, Job, Writer
+from kvstore_mlx.writer import Job, Writer
 
-TOKENS = list(range(1, 601))
+TOKENS = prompt(64)
+MIB = 1 << 20
+
+
+class Form:
+    """As much of a form as the writer looks at."""
+
+    def __init__(self, namespace) -> None:
+        self.namespace = namespace
+        self.trouble = ""
 
 
 @pytest.fixture
 def store(tmp_path):
-    with Store.open(tmp_path / "cache", interval=INTERVAL) as opened:
-        yield opened
+    with open_store(tmp_path / "cache", interval=32) as made:
+        yield made
 
 
 @pytest.fixture
 def form(store):
-    return Form(fake_plan(stateful=True), store.namespace(NamespaceInfo({"model": "fake"})))
+    return Form(store.namespace(NamespaceInfo({"model": "writer"})))
 
 
 @pytest.fixture
 def writer(store):
-    made = Writer(Housekeeping(store, 1 << 30))
+    made = Writer(Housekeeping(store, 1 << 30), max_queued=8 * MIB)
     yield made
     made.close(10)
 
 
-def span(first: int, end: int) -> Span:
-    return Span(first, end - first, SPECS, FakeLive(end).copy(first, end))
+def rows(spec, first: int, end: int) -> bytes:
+    """Finite numbers that name the head and the token."""
+    return b"".join(
+        bytes([head * 7 + token % 50]) * spec.row_bytes for head in range(spec.outer) for token in range(first, end)
+    )
 
 
-def boundary(end: int, **more) -> Boundary:
-    return Boundary(end, FakeLive(end).state(decode=False, **more))
+def job_of(writer, form, *borders, on_failure=lambda: None) -> Job:
+    """Spans between borders, copied into the writer's memory."""
+    items, loans = [], {}
+    for first, end in pairwise(borders):
+        loans[first] = writer.lend(sum(spec.span_bytes(end - first) for spec in SPECS))
+        parts = []
+        for spec in SPECS:
+            parts.append(loans[first].take(spec.span_bytes(end - first)))
+            parts[-1][:] = rows(spec, first, end)
+        items.append(Span(first, end - first, SPECS, parts))
+    return Job(form, pack_tokens(TOKENS[: borders[-1]]), items, on_failure, loans)
 
 
-def with_tensor(dtype: str, data: np.ndarray) -> Boundary:
-    tensors = (StateTensor("1.keys", dtype, data.shape),)
-    return Boundary(100, State(tensors, [data.view(np.uint8).reshape(-1)]))
+def eventually(condition) -> bool:
+    for _ in range(400):
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
 
 
-def job(form: Form, *items, failed: list | None = None) -> Job:
-    tokens = pack_tokens(TOKENS[: max(item.end for item in items)])
-    return Job(form, tokens, list(items), lambda: None if failed is None else failed.append(1))
+def test_what_lies_in_the_writer_s_memory_is_written_and_given_back(writer, form):
+    job = job_of(writer, form, 0, 20, 32, 50)
+    assert writer._pool.lent
+    assert writer.offer(job)
+    assert writer.drain(30)
+    memory = Memory()
+    assert form.namespace.read(form.namespace.lookup(TOKENS), memory).tokens == 50
+    assert [memory.rows(spec, 0, 50) for spec in SPECS] == [rows(spec, 0, 50) for spec in SPECS]
+    assert eventually(lambda: writer._pool.lent == 0)
+    with pytest.raises(ValueError, match="released"):
+        bytes(job.items[0].data[0])
 
 
-def test_spans_and_states_in_order(form, writer):
-    assert writer.offer(job(form, span(0, 100), boundary(100), span(100, 128), boundary(128), span(128, 200)))
-    assert writer.drain(10)
-    assert form.namespace.lookup(TOKENS).count == 200
-    assert [state_at(form, TOKENS[:end]) for end in (100, 128, 200)] == [{"tokens": 100}, {"tokens": 128}, None]
+def test_memory_is_given_back_span_by_span(writer, form, monkeypatch):
+    """A long job does not hold what it has written already."""
+    lent = []
+    make_room = writer._housekeeping.make_room
+    monkeypatch.setattr(
+        writer._housekeeping, "make_room", lambda *args: (lent.append(writer._pool.lent), make_room(*args))[1]
+    )
+    assert writer.offer(job_of(writer, form, 0, 20, 32, 50))
+    assert writer.drain(30)
+    assert len(lent) == 3
+    assert lent[0] > lent[1] > lent[2]
 
 
-def test_a_state_without_its_rows_is_not_written(form, writer, caplog):
-    failed: list[int] = []
-    assert writer.offer(job(form, boundary(100), failed=failed))
-    assert writer.drain(10)
-    assert failed == [1]
-    assert form.namespace.lookup(TOKENS, trimmable=False).count == 0
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+def test_a_refused_job_gives_its_memory_back(writer, form):
+    job = job_of(writer, form, 0, 20)
+    writer._closing = True
+    assert not writer.offer(job)
+    assert writer._pool.lent == 0
+    writer._closing = False
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        with_tensor("F32", np.array([1.0, np.nan], np.float32)),
-        with_tensor("F32", np.array([[np.inf, 1.0]], np.float32)),
-        with_tensor("F16", np.array([-np.inf, 1.0], np.float16)),
-        with_tensor("BF16", np.array([0x3F80, 0x7FC0], np.uint16)),
-    ],
-    ids=["NaN", "infinity", "half", "bfloat16"],
-)
-def test_nan_in_a_state_is_not_saved(form, writer, caplog, bad):
-    failed: list[int] = []
-    assert writer.offer(job(form, span(0, 100), bad, span(100, 128), failed=failed))
-    assert writer.drain(10)
-    assert "NaN or infinity" in caplog.text
-    assert failed == [1]
-    # What came before is there; what came after would have been computed from it.
-    assert form.namespace.lookup(TOKENS).count == 100
-    assert form.namespace.lookup(TOKENS, trimmable=False).count == 0
+def test_a_job_that_fails_gives_its_memory_back(writer, form):
+    failed = []
+    # Its parent is not there.
+    assert writer.offer(job_of(writer, form, 32, 50, 64, on_failure=lambda: failed.append(True)))
+    assert writer.drain(30)
+    assert eventually(lambda: writer._pool.lent == 0)
+    assert failed == [True]
 
 
-def test_integers_that_look_like_nan_are_saved(form, writer):
-    """A quantized or counting tensor may hold any bits."""
-    item = with_tensor("U32", np.array([0x7FC00000, 0xFFFFFFFF], np.uint32))
-    assert writer.offer(job(form, span(0, 100), item))
-    assert writer.drain(10)
-    assert form.namespace.lookup(TOKENS, trimmable=False).count == 100
+def test_a_full_queue_lends_nothing(writer):
+    loans = [writer.lend(4 * MIB - 100), writer.lend(4 * MIB - 100)]
+    assert all(loans)
+    assert writer.lend(1) is None
 
 
-class TestVerification:
-    """Once a namespace and process what was published is read back: a disk that lies turns caching off."""
-
-    @staticmethod
-    def lie(monkeypatch, part: bytes) -> list[int]:
-        """A disk that flips a byte of every write that holds these bytes, before the digest could know."""
-        real = FileSystem.write
-        flipped = []
-
-        def write(self, fd, parts):
-            made = []
-            for one in parts:
-                data = bytearray(memoryview(one).cast("B"))
-                if part in data:
-                    at = data.index(part)
-                    data[at] ^= 1
-                    flipped.append(at)
-                made.append(bytes(data))
-            return real(self, fd, made)
-
-        monkeypatch.setattr(FileSystem, "write", write)
-        return flipped
-
-    def test_a_disk_that_returns_other_bytes(self, form, store, caplog, monkeypatch):
-        """Found by the digest at once, which makes it a miss; nothing wrong is ever served."""
-        writer = Writer(Housekeeping(store, 1 << 30))
-        flipped = self.lie(monkeypatch, np.array([7.0], np.float32).tobytes())
-        assert writer.offer(job(form, span(0, 100)))
-        assert writer.close(10)
-        assert flipped
-        self.is_off(form, caplog)
-
-    def test_a_state_that_comes_back_as_another(self, form, store, caplog, monkeypatch):
-        writer = Writer(Housekeeping(store, 1 << 30))
-        flipped = self.lie(monkeypatch, np.array([100.0] * 4, np.float32).tobytes())
-        assert writer.offer(job(form, span(0, 100), boundary(100)))
-        assert writer.close(10)
-        assert flipped
-        self.is_off(form, caplog)
-
-    @staticmethod
-    def is_off(form, caplog) -> None:
-        lines = [record.getMessage() for record in caplog.records if "caching is off for this model" in record.message]
-        assert len(lines) == 1
-        assert form.trouble
-        assert form.trouble in lines[0]
-
-    def test_bytes_that_were_wrong_before_they_were_hashed(self, form, writer, caplog, monkeypatch):
-        """Digests cannot see what went wrong between the engine's memory and the hash; the comparison does."""
-        kept = span(0, 100)
-
-        def publish(self, tokens, spans):
-            (one,) = spans
-            data = [np.array(part) for part in one.data]
-            data[1][5] ^= 1
-            return real(self, tokens, [Span(one.first, one.count, one.specs, data)])
-
-        real = type(form.namespace).publish
-        monkeypatch.setattr(type(form.namespace), "publish", publish)
-        assert writer.offer(job(form, kept, span(100, 128)))
-        assert writer.drain(10)
-        self.is_off(form, caplog)
-        assert "0.values of tokens 0 to 100 reads back as other bytes" in form.trouble
-        assert form.namespace.lookup(TOKENS).count == 100  # The rest of the job was dropped.
-        assert writer.offer(job(form, span(100, 128)))
-        assert writer.drain(10)
-        assert form.namespace.lookup(TOKENS).count == 100
-        self.is_off(form, caplog)  # Still one line.
-
-    def test_a_state_that_was_wrong_before_it_was_hashed(self, form, writer, caplog, monkeypatch):
-        real = type(form.namespace).publish_state
-
-        def publish_state(self, tokens, state):
-            return real(self, tokens, State(state.tensors, state.data, {**state.values, "tokens": 99}))
-
-        monkeypatch.setattr(type(form.namespace), "publish_state", publish_state)
-        assert writer.offer(job(form, span(0, 100), boundary(100), span(100, 128)))
-        assert writer.drain(10)
-        self.is_off(form, caplog)
-        assert "a boundary state reads back as another one" in form.trouble
-        assert form.namespace.lookup(TOKENS).count == 100
-
-    def test_the_other_form_goes_on(self, form, store, writer, monkeypatch):
-        other = Form(fake_plan(), store.namespace(NamespaceInfo({"model": "other"})))
-        form.trouble = "the disk lies"
-        failed: list[int] = []
-        assert writer.offer(job(form, span(0, 100), failed=failed))
-        assert writer.offer(job(other, span(0, 100)))
-        assert writer.drain(10)
-        assert failed == [1]
-        assert (form.namespace.lookup(TOKENS).count, other.namespace.lookup(TOKENS).count) == (0, 100)
-
-    def test_once_a_namespace(self, form, store, writer, monkeypatch):
-        seen = []
-        monkeypatch.setattr("kvstore_mlx.writer.differs", lambda *args: seen.append(type(args[2])) or "")
-        for _ in range(2):
-            assert writer.offer(job(form, span(0, 100), boundary(100), span(100, 128), boundary(128)))
-            assert writer.drain(10)
-        other = Form(fake_plan(stateful=True), store.namespace(NamespaceInfo({"model": "other"})))
-        assert writer.offer(job(other, span(0, 100)))
-        assert writer.drain(10)
-        assert seen == [Span, State, Span]
-
-    def test_good_bytes_are_good(self, form):
-        own = span(0, 100)
-        tokens = pack_tokens(TOKENS[:100])
-        form.namespace.publish(tokens, [own])
-        assert differs(form, tokens, own) == ""
-        later, tokens = span(100, 120), pack_tokens(TOKENS[:120])
-        form.namespace.publish(tokens, [later])
-        assert differs(form, tokens, later) == ""
-        state = FakeLive(120).state(decode=False)
-        form.namespace.publish_state(tokens, state)
-        assert differs(form, tokens, state) == ""
-
-    def test_what_is_not_there_any_more_is_not_wrong(self, form, store):
-        """Collected, or its whole directory gone."""
-        own, tokens = span(0, 100), pack_tokens(TOKENS[:100])
-        state = FakeLive(100).state(decode=False)
-        for remove in ("blocks", "nodes"):
-            form.namespace.publish(tokens, [own])
-            form.namespace.publish_state(tokens, state)
-            assert differs(form, tokens, own) == differs(form, tokens, state) == ""
-            for path in (store.path / "objects" / remove).rglob("*"):
-                if path.is_file():
-                    path.unlink()
-            assert differs(form, tokens, own) == differs(form, tokens, state) == ""
-
-    def test_damage_of_something_else_is_a_miss_and_no_more(self, form, store):
-        """An old block of the same prompt that has rotted says nothing about this disk's last write."""
-        form.namespace.publish(pack_tokens(TOKENS[:128]), [span(0, 128)])
-        (block,) = [path for path in (store.path / "objects" / "blocks").rglob("*") if path.is_file()]
-        later, tokens = span(128, 200), pack_tokens(TOKENS[:200])
-        form.namespace.publish(tokens, [later])
-        assert differs(form, tokens, later) == ""
-        data = bytearray(block.read_bytes())
-        data[-1] ^= 1
-        block.write_bytes(data)
-        assert differs(form, tokens, later) == ""
-
-    def test_a_manifest_that_reads_back_wrong(self, form, store):
-        own, tokens = span(0, 100), pack_tokens(TOKENS[:100])
-        form.namespace.publish(tokens, [own])
-        (node,) = [path for path in (store.path / "objects" / "nodes").rglob("*.kv") if path.is_file()]
-        data = bytearray(node.read_bytes())
-        data[-1] ^= 1
-        node.write_bytes(data)
-        assert "reads back as other bytes" in differs(form, tokens, own)
+def test_memory_that_is_expected_is_touched_before(writer):
+    writer.expect(3 * MIB)
+    assert eventually(lambda: writer._pool.resident >= 3 * MIB)
+    assert writer._pool.lent == 0
 
 
-def test_jobs_are_bounded_in_bytes_with_their_states(form, store):
-    size = span(0, 100).payload_bytes + boundary(100).payload_bytes
-    writer = Writer(Housekeeping(store, 1 << 30), max_queued=size)
-    held = threading.Event()
-    real = writer._write
-    writer._write = lambda work: (held.wait(10), real(work))
-    try:
-        assert job(form, span(0, 100), boundary(100)).size == size
-        assert writer.offer(job(form, span(0, 100)))
-        assert writer.offer(job(form, boundary(100)))
-        assert not writer.offer(job(form, boundary(100)))
-    finally:
-        held.set()
-        assert writer.close(10)
+def test_memory_goes_back_to_the_system_when_nothing_happens(store, monkeypatch):
+    monkeypatch.setattr(writer_module, "_TRIM_AFTER_S", 0.2)
+    writer = Writer(Housekeeping(store, 1 << 30), max_queued=8 * MIB)
+    writer.expect(MIB)
+    assert eventually(lambda: writer._pool.resident == 0)
+    loan = writer.lend(MIB)
+    time.sleep(0.5)
+    assert writer._pool.resident
+    loan.give_back()
+    writer.expect(1)
+    assert eventually(lambda: writer._pool.resident == 0)
+    writer.close(10)
