@@ -8,6 +8,7 @@ tokenization.
 from __future__ import annotations
 
 import os
+import re
 import struct
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,8 @@ MAX_TOKENS = 1 << 21
 """Above nearly all context lengths; nothing larger is read, and nothing larger is saved: it is tokenized every time."""
 
 _TOUCH_AFTER_NS = 3600 * 10**9
+
+_NAME = re.compile(r"[0-9a-f]{2}|[0-9a-f]{32}")
 
 
 class Tokenizations:
@@ -79,6 +82,34 @@ class Tokenizations:
             context.staging.discard(staged)
             raise
         context.damaged.discard(path)
+
+    def trim(self, budget: int) -> None:
+        """Remove entries of any scope, longest unused first, until all of them take budget bytes at most.
+
+        Called by whoever has just written one; raises no OSError: what cannot be removed now is tried the next time.
+        """
+        context = self._context
+        found: list[tuple[int, int, Path]] = []
+        for folder in _below(context.layout.tokens):
+            for path in _below(folder):
+                with suppress(OSError):
+                    status = path.stat(follow_symlinks=False)
+                    found.append((status.st_mtime_ns, status.st_size, path))
+        total = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if total <= budget:
+                return
+            with suppress(OSError):
+                context.fs.unlink(path)
+                total -= size
+
+
+def _below(folder: Path) -> list[Path]:
+    """What lies in a folder and has a name of kvstore's; nothing when it cannot be read."""
+    try:
+        return [folder / name for name in os.listdir(folder) if _NAME.fullmatch(name)]
+    except OSError:
+        return []
 
 
 def decode(data: bytes, key: bytes) -> bytes | None:

@@ -28,6 +28,7 @@ from kvstore_mlx.http import Gauges, observed_responses, reporting_handler
 from kvstore_mlx.metrics import Metrics
 from kvstore_mlx.spaces import Settings, Spaces
 from kvstore_mlx.tier import TieredPromptCache, guarded
+from kvstore_mlx.tokenizing import TokenizingCache
 from kvstore_mlx.writer import Writer
 
 __all__ = ["RunningServer"]
@@ -126,6 +127,7 @@ class RunningServer:
         self._metrics = Metrics(store)
         self._tier.observe = self._metrics.fetched
         self._report = cache.report
+        self._tokens = TokenizingCache(store)
         self._requests = Requests()
         self._failure: KVStoreError | None = None
         self._stopping = False
@@ -144,7 +146,9 @@ class RunningServer:
         responses: Any = None
         try:
             base = observed_responses(self._server.ResponseGenerator, self._metrics)
-            responses = _responses(base, self._provider, self._tier, self._requests, self._loaded)
+            responses = _responses(
+                base, self._provider, self._tier, self._requests, tokens=self._tokens, loaded=self._loaded
+            )
             handler = reporting_handler(
                 self._server.APIHandler, self._metrics, self._health, self._gauges, report=self._report
             )
@@ -159,6 +163,7 @@ class RunningServer:
         finally:
             if responses is not None:
                 responses.stop_and_join()
+            self._tokens.close(JOIN_S)
             if not self._writer.close(DRAIN_WRITES_S):
                 log.warning("kvstore: stopped before everything was written; what is missing will be computed again")
             self._metrics.close()
@@ -221,6 +226,8 @@ def _responses(
     provider: Any,
     tier: TieredPromptCache,
     requests: Requests,
+    *,
+    tokens: TokenizingCache,
     loaded: Callable[[Exception | None], None],
 ) -> Any:
     """The server's own ResponseGenerator, telling when its model is loaded and finishing what it began."""
@@ -237,7 +244,7 @@ def _responses(
             super()._generate()
 
         def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
-            tokenized = super()._tokenize(tokenizer, request, args)
+            tokenized = super()._tokenize(tokens.wrap(tokenizer), request, args)
             guarded(lambda: _announce(tier, provider, tokenized, tokenizer=tokenizer, request=request, args=args))
             return tokenized
 

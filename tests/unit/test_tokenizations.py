@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
 
 import pytest
 
@@ -73,3 +75,33 @@ def test_nothing_is_left_in_staging(store):
     cache.put(REQUEST, TOKENS)
     cache.put(REQUEST, TOKENS)
     assert [path for path in store.context.layout.tmp.rglob("*") if path.is_file()] == []
+
+
+def test_a_budget_is_kept_by_dropping_what_was_not_used(store):
+    cache = store.tokenizations(b"a")
+    for number in range(6):
+        cache.put(b"%d" % number, TOKENS)
+    paths = {number: next(path for path in files(store) if is_of(path, number)) for number in range(6)}
+    for number, path in paths.items():
+        os.utime(path, ns=(number * 10**9, number * 10**9))
+    size = paths[0].stat().st_size
+    foreign = store.context.layout.tokens / ".DS_Store"
+    foreign.write_bytes(bytes(4 * size))
+    cache.trim(6 * size)
+    assert len(files(store)) == 7
+    cache.trim(4 * size)
+    assert {number for number, path in paths.items() if path.exists()} == {2, 3, 4, 5}
+    cache.trim(0)
+    assert files(store) == [foreign]
+    assert cache.get(b"5") is None
+
+
+def is_of(path, number: int) -> bool:
+    from kvstore.keys import request_key
+
+    return path.name == request_key(b"a", b"%d" % number)[:16].hex()
+
+
+def test_trimming_a_directory_that_is_gone_is_nothing(store):
+    shutil.rmtree(store.context.layout.tokens)
+    store.tokenizations(b"a").trim(0)
