@@ -18,6 +18,7 @@ seconds, people within minutes, and a slow machine makes both slower.
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
@@ -56,7 +57,8 @@ _MAX_NAMES = 1 << 15
 class Warmth:
     """How warm nodes are, by name (any string that is one node's only). State of one process, lost with it.
 
-    All times are nanoseconds of one clock. It may go back: uses then count as if they came at once.
+    All times are nanoseconds of one clock. It may go back: uses then count as if they came at once. Requests are noted on
+    an engine's thread while a writer's asks.
     """
 
     def __init__(self) -> None:
@@ -64,6 +66,7 @@ class Warmth:
         self._continued: set[str] = set()
         self._gaps: deque[int] = deque([_FIRST_PACE_NS] * _PRIOR, _GAPS)
         self._pace = _FIRST_PACE_NS
+        self._lock = threading.Lock()
 
     @property
     def pace_ns(self) -> int:
@@ -80,23 +83,26 @@ class Warmth:
 
         The first continuation of a node inherits its warmth, being the same conversation; a branch starts afresh.
         """
-        known = next((name for name in reversed(path) if name in self._uses), None)
-        if known is not None:
-            self._note_gap(now_ns - self._uses[known][0])
-        parent = None
-        for name in path:
-            self._use(name, parent, now_ns)
-            parent = name
+        with self._lock:
+            known = next((name for name in reversed(path) if name in self._uses), None)
+            if known is not None:
+                self._note_gap(now_ns - self._uses[known][0])
+            parent = None
+            for name in path:
+                self._use(name, parent, now_ns)
+                parent = name
 
     def wanted(self, name: str, parent: str | None, now_ns: int) -> int:
         """The warmth of a node that a request would write now. parent: the node that it continues, if any."""
-        if name not in self._uses:
-            self._use(name, parent, now_ns)
-        return max(self._uses[name][1], now_ns)
+        with self._lock:
+            if name not in self._uses:
+                self._use(name, parent, now_ns)
+            return max(self._uses[name][1], now_ns)
 
     def of(self, name: str, mtime_ns: int) -> int:
         """The warmth of a node whose file was last touched then."""
-        found = self._uses.get(name)
+        with self._lock:
+            found = self._uses.get(name)
         return mtime_ns if found is None else max(found[1], mtime_ns)
 
     def _use(self, name: str, parent: str | None, now_ns: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
 from kvstore.admission import Warmth
@@ -99,3 +102,42 @@ def test_what_is_remembered_is_bounded():
     assert warmth.of("39999", 0) == at(39_999)
     assert warmth.of("0", 0) == 0
     assert len(warmth._uses) <= 1 << 15
+
+
+class Slow(dict):
+    """A dictionary that lets other threads run while it changes."""
+
+    def pop(self, *args):
+        found = super().pop(*args)
+        time.sleep(0)
+        return found
+
+    def __contains__(self, key):
+        found = super().__contains__(key)
+        time.sleep(0)
+        return found
+
+
+def test_it_is_asked_at_once_from_the_engines_thread_and_the_writers():
+    warmth, path = Warmth(), tuple(f"{number}" for number in range(10))
+    warmth._uses = Slow()
+    warmth.used(path, at(0))
+    wrong = []
+
+    def work(call) -> None:
+        try:
+            wrong.extend(turn for turn in range(300) if (call(at(turn * 2)) or at(0)) < at(0))
+        except Exception as error:
+            wrong.append(error)
+
+    calls = (
+        lambda now: warmth.used(path, now),
+        lambda now: warmth.wanted(path[-1], path[-2], now),
+        lambda now: warmth.of(path[-1], at(-1)),
+    )
+    threads = [threading.Thread(target=work, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
