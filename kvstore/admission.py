@@ -57,8 +57,8 @@ _MAX_NAMES = 1 << 15
 class Warmth:
     """How warm nodes are, by name (any string that is one node's only). State of one process, lost with it.
 
-    All times are nanoseconds of one clock. It may go back: uses then count as if they came at once. Requests are noted on
-    an engine's thread while a writer's asks.
+    All times are nanoseconds of one clock. It may go back: uses then count as if they came at once. Requests are noted
+    on an engine's thread while a writer's asks.
     """
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
+from time import sleep
 
 import pytest
 
@@ -109,12 +109,12 @@ class Slow(dict):
 
     def pop(self, *args):
         found = super().pop(*args)
-        time.sleep(0)
+        sleep(0)
         return found
 
     def __contains__(self, key):
         found = super().__contains__(key)
-        time.sleep(0)
+        sleep(0)
         return found
 
 
