@@ -134,8 +134,8 @@ def find(space: Space, packed: bytes, *, trimmable: bool = True) -> Match:
 def _walk(space: Space, packed: bytes) -> tuple[list[Step], _Rest]:
     """The full chunks that are there, one after the other, and what follows them.
 
-    What a lookup's time goes to (docs/scale.md), so nothing is made here that the next line does not need: two thirds
-    of it are SHA-256 over the tokens.
+    What a lookup's time goes to (docs/scale.md), so nothing is made here that the next line does not need: half of it
+    is SHA-256 over the tokens.
     """
     context = space.context
     interval, damaged, stat = context.interval, context.damaged, context.fs.stat

@@ -24,14 +24,15 @@ import bench_scale_parts as parts
 from bench_child import run_child
 from bench_machine import BenchError, OtherWork, conditions, data_folder, need_disk
 from bench_report import RESULTS, Outcome, table
+from bench_scale_figures import figures
 from kvstore import DEFAULT_INTERVAL
 from make_big_store import make
 
-__all__ = ["HELP", "PARTS", "child", "configure", "figures", "run"]
+__all__ = ["HELP", "PARTS", "child", "configure", "run"]
 
 HELP = "lookup, scan, marking, ls, fsck and gc with 1,000,000 nodes"
 
-PARTS = ("lookup", "marking", "ls", "fsck", "manifests", "data", "gc")
+PARTS = ("lookup", "scan", "marking", "ls", "fsck", "manifests", "data", "gc")
 
 _NODE_BYTES = 17 << 10
 """What a node of make_big_store takes on disk: 12 KiB for its manifest and 4 KiB for its block."""
@@ -50,6 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--remove", type=int, default=50_000, help="nodes that gc removes (default: 50000)")
     parser.add_argument("--data-mib", type=int, default=2048, help="block data to verify, in MiB (default: 2048)")
     parser.add_argument("--cold", action="store_true", help="drop the page cache before each measurement (root)")
+    parser.add_argument("--as-is", action="store_true", help="begin at once, without a pass that brings the files in")
     parser.add_argument("--add", action="store_true", help="keep the other parts that the JSON file has already")
 
 
@@ -65,19 +67,22 @@ def run(options: argparse.Namespace) -> Outcome:
     chosen = options.parts or [part for part in PARTS if part != "gc" or options.store is None]
     document: dict[str, Any] = _earlier(options) if options.add else {"command": "scale", "parts": {}}
     with data_folder(options.dir, keep=options.keep) as folder:
-        store = options.store
-        if store is None:
-            store = folder / "store"
+        store = options.store or folder / "store"
+        if options.store is None:
             need_disk(folder, options.nodes * _NODE_BYTES + (options.data_mib << 20))
             began = time.monotonic()
             make(store, options.nodes, options.depth, DEFAULT_INTERVAL, 7 * 86400, quiet=True)
             document["made_seconds"] = time.monotonic() - began
         document |= {"conditions": conditions(folder), "interval": DEFAULT_INTERVAL, "depth": options.depth}
         for part in chosen:
-            name = f"{part}_cold" if options.cold else part
+            nodes = _nodes(store)
             before, other = conditions(folder), OtherWork()
             results = list(_measure(part, options, store, folder))
-            document["parts"][name] = {
+            if part == "data":
+                nodes = _nodes(folder / "data")
+            document["parts"][f"{part}, {nodes} nodes" + ", cold" * options.cold] = {
+                "part": part,
+                "nodes": nodes,
                 "date": before["date"],
                 "commit": before["commit"],
                 "load_average": before["load_average"],
@@ -102,8 +107,8 @@ def _earlier(options: argparse.Namespace) -> dict[str, Any]:
 def _measure(part: str, options: argparse.Namespace, store: Path, folder: Path) -> Any:
     """What each process found. Warm: one that is not counted goes first, and brings the files in."""
     jobs = _jobs(part, options, store, folder)
-    if not options.cold and part != "gc":
-        _one(jobs[0] if part != "lookup" else {"part": "marking", "store": str(store)})
+    if not options.cold and not options.as_is and part != "gc":
+        _one(jobs[0] if part != "lookup" else {"part": "scan", "store": str(store)})
     for job in jobs:
         if options.cold:
             drop_all_caches()
@@ -121,10 +126,10 @@ def _jobs(part: str, options: argparse.Namespace, store: Path, folder: Path) -> 
         # Conversations from all over the directory, whole chunks and something behind them in turns.
         count, rounds = _conversations(store, options.depth), options.rounds
         return [
-            {**base, "number": turn * count // (2 * rounds), "depth": options.depth, "rest": (turn % 2) * 300}
+            {**base, "number": turn * (count - 1) // (2 * rounds), "depth": options.depth, "rest": (turn % 2) * 300}
             for turn in range(2 * rounds)
         ]
-    if part == "fsck":
+    if part in {"fsck", "manifests"}:
         return [{**base, "jobs": jobs} for jobs in (1, 2) for _ in range(options.passes)]
     if part == "data":
         parts.make_data(folder / "data", options.data_mib << 20)
@@ -134,11 +139,15 @@ def _jobs(part: str, options: argparse.Namespace, store: Path, folder: Path) -> 
     return [base] * options.passes
 
 
+def _nodes(store: Path) -> int:
+    """How many manifests a directory has."""
+    return sum(len(files) for _, _, files in os.walk(store / "objects" / "nodes"))
+
+
 def _conversations(store: Path, depth: int) -> int:
-    """How many whole conversations a directory of make_big_store has, by the number of its manifests."""
-    nodes = sum(len(files) for _, _, files in os.walk(store / "objects" / "nodes"))
-    if nodes < depth:
-        raise BenchError(f"{store} has {nodes} nodes, less than one conversation; name a larger one")
+    """How many whole conversations a directory of make_big_store has; its last one may be shorter."""
+    if (nodes := _nodes(store)) < 2 * depth:
+        raise BenchError(f"{store} has {nodes} nodes, less than two conversations; name a larger one")
     return nodes // depth
 
 
@@ -170,18 +179,18 @@ def _read_bytes() -> int:
     return 0
 
 
-def figures(document: Mapping[str, Any]) -> list[parts.Figure]:
-    """All figures that the parts of a document give, with their targets."""
-    return [
-        figure
-        for name, part in document["parts"].items()
-        for figure in parts.figures_of(name.removesuffix("_cold"), part)
-    ]
-
-
 def _table(document: Mapping[str, Any]) -> Any:
     rows = [
-        [each.what, each.cache, str(each.sample.n), f"{each.text()} {each.unit}", each.target_text(), each.verdict()]
+        [
+            each.what,
+            f"{each.nodes:,}",
+            each.cache,
+            str(each.sample.n),
+            f"{each.text()} {each.unit}",
+            each.target_text(),
+            each.verdict(),
+        ]
         for each in figures(document)
     ]
-    return table("a directory of many nodes", ["", "page cache", "n", "median (min to max)", "target", ""], rows)
+    columns = ["", "nodes", "page cache", "n", "median (min to max)", "target", ""]
+    return table("a directory of many nodes", columns, rows)

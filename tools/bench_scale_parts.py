@@ -1,34 +1,37 @@
-"""What `bench scale` measures, one function a part, and which figures and targets follow from it."""
+"""What `bench scale` measures: one function a part, each called in a process of its own."""
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from bench_machine import peak_memory
-from bench_stats import Sample
-from kvstore import NamespaceInfo, Span, Store, TensorSpec, pack_tokens
+from kvstore import Namespace, NamespaceInfo, Span, Store, TensorSpec, pack_tokens
 from kvstore.eviction import Policy
 from kvstore.fsck import check
 from kvstore.fsck.data import Headers
 from kvstore.fsck.findings import Report
 from kvstore.fsck.reading import inspect_node
-from kvstore.fsck.tree import Misfits, folders
+from kvstore.fsck.tree import Folder, Misfits, folders
 from kvstore.fsck.values import Reader
 from kvstore.gc import collect
-from kvstore.keys import unpack_tokens
+from kvstore.keys import node_key, rungs, unpack_tokens
 from kvstore.layout import Kind
 from kvstore.listing import listing
+from kvstore.lookup import chunks
 from kvstore.manifest import BlockRef
 from kvstore.marking import mark
 from kvstore.scan import Tally, nodes, scan
 from make_big_store import conversation_tokens
 
-__all__ = ["MEASURE", "Figure", "figures_of", "make_data", "peak_memory"]
+__all__ = ["MEASURE", "make_data", "peak_memory"]
 
 _SETTLED_NS = 48 * 3600 * 10**9
 """How far the clock is put forward for gc: nothing that was made today is young then."""
@@ -41,7 +44,12 @@ def _open(job: Mapping[str, Any], **options: Any) -> Store:
 
 
 def _lookup(job: Mapping[str, Any]) -> dict[str, float]:
-    """The first lookup of this process, and the same again. The prompt may go on behind what is saved."""
+    """The first lookup of this process, and the same again. The prompt may go on behind what is saved.
+
+    Without the cyclic garbage collector, as timeit does it: whichever call it happens to fall into pays 0.7 ms for
+    looking at the 131,072 tokens of the prompt's list.
+    """
+    gc.disable()
     packed = b"".join(conversation_tokens(job["number"], chunk, 2048) for chunk in range(job["depth"]))
     tokens = [*unpack_tokens(packed), *range(job["rest"])]
     started = _clock()
@@ -63,27 +71,54 @@ def _lookup(job: Mapping[str, Any]) -> dict[str, float]:
         "pack": packed_at - named,
         "lookup": found - packed_at,
         "again": again - found,
+        **_lookup_parts(space, job),
     }
 
 
-def _marking(job: Mapping[str, Any]) -> dict[str, float]:
-    """The manifests' names and times, then everything's, then what each manifest names: gc's first half."""
+def _lookup_parts(space: Namespace, job: Mapping[str, Any]) -> dict[str, float]:
+    """What a lookup's time goes to, in a conversation of which no file was looked at before."""
+    text = b"".join(conversation_tokens(job["number"] + 1, chunk, 2048) for chunk in range(job["depth"]))
+    found = list(chunks(space._space, text))  # noqa: SLF001 - names without a look at the files
+    folder = space._space.nodes  # noqa: SLF001
+    paths = [f"{folder}/{chunk.name.parent[:2]}/{chunk.name.file('kv')}" for chunk in found]
+    started = _clock()
+    for chunk in found:
+        node_key(chunk.parent, chunk.tokens)
+    hashed = _clock()
+    for chunk in found:
+        rungs(chunk.tokens, chunk.count)
+    done = _clock()
+    for path in paths:
+        os.lstat(path)
+    first = _clock()
+    for path in paths:
+        os.lstat(path)
+    return {"keys": hashed - started, "rungs": done - hashed, "stat": first - done, "stat_again": _clock() - first}
+
+
+def _scan(job: Mapping[str, Any]) -> dict[str, float]:
+    """The manifests' names and times, then everything's."""
     context = _open(job).context
     started = _clock()
     count = len(list(nodes(context.layout, Tally())))
     listed = _clock()
     found = scan(context)
     scanned = _clock()
-    marks = mark(context, found.nodes)
-    marked = _clock()
     return {
         "nodes": count,
         "files": len(found.nodes) + len(found.blocks),
-        "blocks_named": len(marks.named),
         "scan_nodes": listed - started,
         "scan": scanned - listed,
-        "mark": marked - scanned,
     }
+
+
+def _marking(job: Mapping[str, Any]) -> dict[str, float]:
+    """What each manifest names, when their names and times are known: the longest part of a collection."""
+    context = _open(job).context
+    found = list(nodes(context.layout, Tally()))
+    started = _clock()
+    marks = mark(context, found)
+    return {"nodes": len(found), "named": len(marks.named), "mark": _clock() - started}
 
 
 def _ls(job: Mapping[str, Any]) -> dict[str, float]:
@@ -120,24 +155,32 @@ class _AllGood(Headers):
 def _manifests(job: Mapping[str, Any]) -> dict[str, float]:
     """Manifests alone, without the blocks that they name: read, checksum, key from the tokens, place and name."""
     context = _open(job).context
-    reader = Reader.of(context, context.clock())
-    good = _AllGood(reader)
+    one = partial(_whole_manifests, Reader.of(context, context.clock()))
+    listed = list(folders(context.layout, "nodes", Misfits()))
     started = _clock()
-    count = bad = 0
-    for folder in folders(context.layout, "nodes", Misfits()):
-        for name in folder.names:
-            one = inspect_node(reader, folder.namespace, name, good)
-            count += 1
-            bad += one is None or one.fault is not None
+    if job["jobs"] == 1:
+        good = sum(map(one, listed))
+    else:
+        # As fsck does it, the start of the processes included.
+        with ProcessPoolExecutor(job["jobs"], multiprocessing.get_context("spawn")) as pool:
+            good = sum(pool.map(one, listed))
     seconds = _clock() - started
-    if bad:
-        raise AssertionError(f"{bad} of {count} manifests are not whole")
+    count = sum(len(folder.names) for folder in listed)
+    if good != count:
+        raise AssertionError(f"{count - good} of {count} manifests are not whole")
     return {"seconds": seconds, "manifests": count}
+
+
+def _whole_manifests(reader: Reader, folder: Folder) -> int:
+    headers = _AllGood(reader)
+    found = [inspect_node(reader, folder.namespace, name, headers) for name in folder.names]
+    return sum(one is not None and one.fault is None for one in found)
 
 
 def _gc(job: Mapping[str, Any]) -> dict[str, float]:
     """Remove the conversations that were used longest ago, for real."""
-    with _open(job, clock=lambda: time.time_ns() + _SETTLED_NS) as store:
+    now = time.time_ns() + _SETTLED_NS
+    with _open(job, clock=lambda: now) as store:
         context = store.context
         times = sorted(file.mtime_ns for file in nodes(context.layout, Tally()))
         limit = times[min(job["remove"], len(times) - 1)]
@@ -147,7 +190,7 @@ def _gc(job: Mapping[str, Any]) -> dict[str, float]:
             points.setdefault(point, _clock())
 
         started = _clock()
-        policy = Policy(older_than_ns=context.clock() - limit)
+        policy = Policy(older_than_ns=now - limit)
         report = collect(context, policy, pause=passed)
         done = _clock()
     if report.error:
@@ -162,6 +205,7 @@ def _gc(job: Mapping[str, Any]) -> dict[str, float]:
 
 MEASURE: dict[str, Callable[[Mapping[str, Any]], dict[str, float]]] = {
     "lookup": _lookup,
+    "scan": _scan,
     "marking": _marking,
     "ls": _ls,
     "fsck": _fsck,
@@ -181,144 +225,3 @@ def make_data(path: Path, size: int) -> None:
             tokens = pack_tokens([number] * count)
             data = [os.urandom(1 << 20)] * (spec.span_bytes(count) >> 20)
             space.publish(tokens, [Span(0, count, (spec,), data)])
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One line of the table: what, in which unit, how much, and what was wished for (at most or at least)."""
-
-    what: str
-    unit: str
-    sample: Sample
-    cache: str = ""
-    at_most: float | None = None
-    at_least: float | None = None
-    digits: int = 2
-
-    def text(self) -> str:
-        """``median (min to max)``."""
-        values = (f"{value:,.{self.digits}f}" for value in (self.sample.median, self.sample.low, self.sample.high))
-        median, low, high = values
-        return f"{median} ({low} to {high})"
-
-    def target_text(self) -> str:
-        """The target with its unit, or nothing."""
-        if self.at_most is not None:
-            return f"at most {self.at_most:g} {self.unit}"
-        if self.at_least is not None:
-            return f"at least {self.at_least:,g} {self.unit}"
-        return ""
-
-    def verdict(self) -> str:
-        """Whether the median meets the target."""
-        if self.at_most is not None:
-            return "met" if self.sample.median <= self.at_most else "missed"
-        if self.at_least is not None:
-            return "met" if self.sample.median >= self.at_least else "missed"
-        return ""
-
-
-def figures_of(part: str, found: Mapping[str, Any]) -> list[Figure]:
-    """The figures of one part. Targets are for a warm page cache and for 1,000,000 nodes."""
-    results = found["results"]
-    read = max(result["read_bytes"] for result in results)
-    cold = found["page_cache"] == "dropped"
-    cache = "dropped" if cold else f"kept, {read / 2**30:.1f} GiB read" if read else "warm"
-    figures = _FIGURES[part](results)
-    if cold:
-        figures = [replace(figure, at_most=None, at_least=None) for figure in figures]
-    return [replace(figure, cache=cache) for figure in figures]
-
-
-_Results: TypeAlias = Sequence[Mapping[str, Any]]
-
-
-def _seconds(results: _Results, key: str, what: str, at_most: float | None = None) -> Figure:
-    return Figure(what, "s", Sample.of(result[key] for result in results), at_most=at_most, digits=1)
-
-
-def _ms(results: _Results, key: str, what: str, at_most: float | None = None) -> Figure:
-    return Figure(what, "ms", Sample.of(result[key] * 1e3 for result in results), at_most=at_most)
-
-
-def _by_jobs(results: _Results) -> list[tuple[int, _Results]]:
-    return [(jobs, [result for result in results if result["job"]["jobs"] == jobs]) for jobs in (1, 2)]
-
-
-def _lookup_figures(results: _Results) -> list[Figure]:
-    whole = [result for result in results if not result["job"]["rest"]]
-    more = [result for result in results if result["job"]["rest"]]
-    depth = results[0]["job"]["depth"]
-    return [
-        _ms(whole, "lookup", f"first lookup of a fresh process, {depth} chunks", 0.5),
-        _ms(more, "lookup", "the same with 300 tokens behind them: one listing"),
-        _ms(whole, "again", f"second lookup, {depth} chunks"),
-        _ms(more, "again", "second lookup with 300 tokens behind them"),
-        _ms(results, "open", "opening the store"),
-        _ms(results, "namespace", "opening the namespace"),
-        _ms(results, "pack", "token list to bytes"),
-    ]
-
-
-def _marking_figures(results: _Results) -> list[Figure]:
-    count, files = results[0]["nodes"], results[0]["files"]
-    peaks = Sample.of(result["peak_bytes"] / 2**30 for result in results)
-    return [
-        _seconds(results, "scan_nodes", f"scan with stat, {count:,} manifests", 5),
-        _seconds(results, "scan", f"scan with stat, all {files:,} files"),
-        _seconds(results, "mark", f"marking, {count:,} manifests read", 20),
-        Figure("peak memory of scan and marking", "GiB", peaks),
-    ]
-
-
-def _ls_figures(results: _Results) -> list[Figure]:
-    peaks = Sample.of(result["peak_bytes"] / 2**30 for result in results)
-    return [
-        _seconds(results, "seconds", f"`kvstore ls`, {results[0]['conversations']:,} conversations"),
-        Figure("peak memory of ls", "GiB", peaks),
-    ]
-
-
-def _fsck_figures(results: _Results) -> list[Figure]:
-    figures = []
-    for jobs, some in _by_jobs(results):
-        rates = Sample.of(result["manifests"] / result["seconds"] for result in some)
-        figures += [
-            _seconds(some, "seconds", f"`kvstore fsck --jobs {jobs}` without data"),
-            Figure("the same: manifests, each with its block's stat and header", "/s", rates, digits=0),
-        ]
-    return figures
-
-
-def _manifests_figures(results: _Results) -> list[Figure]:
-    rates = Sample.of(result["manifests"] / result["seconds"] for result in results)
-    return [Figure("fsck of manifests alone, one process", "/s", rates, at_least=60_000, digits=0)]
-
-
-def _data_figures(results: _Results) -> list[Figure]:
-    figures = []
-    for jobs, some in _by_jobs(results):
-        rates = Sample.of(each["bytes"] / (each["seconds"] - each["without_data"]) / 1e9 for each in some)
-        what = f"fsck of data, {jobs} thread{'s' * (jobs > 1)}, blocks of 256 MiB"
-        figures.append(Figure(what, "GB/s", rates, at_least=5, digits=1))
-    return figures
-
-
-def _gc_figures(results: _Results) -> list[Figure]:
-    rates = Sample.of(result["files"] / result["remove"] for result in results)
-    return [
-        _seconds(results, "look", "gc: scan and marking"),
-        _seconds(results, "plan", "gc: garbage, and the choice of what goes"),
-        Figure("gc: files unlinked, their folders synced", "files/s", rates, at_least=7_000, digits=0),
-    ]
-
-
-_FIGURES: dict[str, Callable[[_Results], list[Figure]]] = {
-    "lookup": _lookup_figures,
-    "marking": _marking_figures,
-    "ls": _ls_figures,
-    "fsck": _fsck_figures,
-    "manifests": _manifests_figures,
-    "data": _data_figures,
-    "gc": _gc_figures,
-}
