@@ -114,7 +114,7 @@ def invoke(*arguments: object, given: str | None = None) -> tuple[int, str, str]
     """Run a command in this process: exit code, stdout, stderr."""
     from kvstore.cli.app import app
 
-    for module in ("clear", "du", "fsck", "gc", "ls", "merge", "quota", "repack", "show", "stats", "why"):
+    for module in ("clear", "du", "fsck", "gc", "ls", "merge", "quota", "repack", "report", "show", "stats", "tree", "why"):
         importlib.import_module(f"kvstore.cli.{module}")
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=given)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
