@@ -28,7 +28,7 @@ from kvstore.keys import pack_tokens
 from kvstore.locks import publish_lock
 from kvstore.lookup import Match, find
 from kvstore.namespace import NamespaceInfo
-from kvstore.prefilled import prefill_part
+from kvstore.prefilled import find_prefilled
 from kvstore.publish import Published, publish, publish_state
 from kvstore.restore import THREADS, Allocate, Restored, read
 from kvstore.standing import Standing, names, standing
@@ -149,8 +149,8 @@ class Namespace:
         trimmable False is for engines whose caches cannot be cut at any token: the match ends at a boundary state.
         prefill_only leaves out what was decoded and what follows it.
         """
-        match = find(self._space, pack_tokens(tokens), trimmable=trimmable)
-        return prefill_part(match, trimmable=trimmable) if prefill_only else match
+        search = find_prefilled if prefill_only else find
+        return search(self._space, pack_tokens(tokens), trimmable=trimmable)
 
     def names(self, tokens: Iterable[int] | bytes) -> list[str]:
         """What the full chunks of a prompt are called, saved or not: keys for kvstore.admission."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from kvstore_mlx.live import Extras, taken_apart
 from kvstore_mlx.plan import Plan
 
 __all__ = ["Found", "Restored", "Restoring", "find", "longest", "restore"]
+
+log = logging.getLogger("kvstore")
 
 _STEP = 256
 """The engine's caches grow in steps of this many tokens; a restored buffer is a multiple of it like a native one."""
@@ -124,16 +127,27 @@ def restore(found: Found, room: int, *, state: bool = False, prefill_only: bool 
 
     state True asks for logits and extras too, where they are.
     """
+    try:
+        return _restore(found, room, state, prefill_only)
+    except ValueError as error:
+        # Whole by its digests, and nothing that this model writes: somebody else's doing, and a miss like any other.
+        log.warning("kvstore: what is saved of a prompt does not fit the model (%s); computing instead", error)
+        return None
+
+
+def _restore(found: Found, room: int, state: bool, prefill_only: bool) -> Restored | None:
     started = time.perf_counter()
     form, match = found.form, found.match
     for _ in range(_TRIES):
-        if not match.count:
+        if not match.count or match.count < form.least:
             return None
         target = Restoring(form.plan, room + _ROOM)
         values = form.namespace.read_state(match, target.allocate_state) if form.stateful or state else None
         if values is not None or not form.stateful:
             read = form.namespace.read(match, target.allocate)
-            if read.tokens == match.count or (read.tokens and not form.stateful):
+            # Damage may end it where an uninterrupted run would not have this form yet.
+            enough = not form.stateful and read.tokens >= max(form.least, 1)
+            if read.tokens == match.count or enough:
                 caches, logits, extras = target.caches(read.tokens, values if read.tokens == match.count else None)
                 seconds = time.perf_counter() - started
                 return Restored(read.tokens, caches, read.border, read.size, seconds, logits, extras)

@@ -71,3 +71,22 @@ def test_a_state_after_decoded_blocks_is_left_out(space):
     space.publish(TOKENS, [*spans(TOKENS, 0, 16), decoded(16, 32)])
     space.publish_state(TOKENS[:32], state(decode=False))
     assert space.lookup(TOKENS, trimmable=False, prefill_only=True).count == 0
+
+
+def test_a_shorter_tail_that_was_prefilled_counts(space):
+    """What was decoded after a prompt lies in a longer tail of the same chunk, which is found first."""
+    space.publish(TOKENS[:20], spans(TOKENS, 0, 16, 20))
+    space.publish_state(TOKENS[:16], state(decode=False))
+    space.publish_state(TOKENS[:20], state(decode=False))
+    space.publish(TOKENS[:26], [decoded(20, 26)])
+    space.publish_state(TOKENS[:26], state(decode=True))
+    assert space.lookup(TOKENS, trimmable=False).count == 26
+    assert space.lookup(TOKENS, trimmable=False, prefill_only=True).count == 20
+
+
+def test_a_shorter_tail_whose_longer_one_has_only_a_decoded_state(space):
+    space.publish(TOKENS[:20], spans(TOKENS, 0, 16, 20))
+    space.publish_state(TOKENS[:20], state(decode=False))
+    space.publish(TOKENS[:26], spans(TOKENS, 20, 26))
+    space.publish_state(TOKENS[:26], state(decode=True))
+    assert space.lookup(TOKENS, trimmable=False, prefill_only=True).count == 20

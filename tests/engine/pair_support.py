@@ -1,0 +1,73 @@
+"""Two servers of the same models: one with a cache directory and one without, whose every answer is a first run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_support import Answer, Server
+
+from kvstore.manifest import decode
+
+INTERVAL = 128
+NO_MEMORY = ("--prompt-cache-size", "0")
+"""mlx_lm.server keeps no prompts then: what is reused comes from disk, and the other server reuses nothing."""
+
+
+class Pair:
+    """A server with a directory, restarted at will, and one without."""
+
+    def __init__(self, folder: Path, model: str) -> None:
+        self.folder, self.model, self.starts = folder, model, 0
+        self.directory = folder / "cache"
+        self.plain = Server(folder / "plain.log", model, *NO_MEMORY).wait_ready()
+        self.server = self.start()
+        self.first: dict[str, Answer] = {}
+
+    def start(self) -> Server:
+        self.starts += 1
+        flags = ("--kv-cache-dir", str(self.directory), "--kv-cache-interval", str(INTERVAL), "--log-level", "INFO")
+        return Server(self.folder / f"{self.starts}.log", self.model, *NO_MEMORY, *flags).wait_ready()
+
+    def expected(self, request: dict[str, Any]) -> Answer:
+        """What the plain server answers, asked once."""
+        key = json.dumps(request, sort_keys=True)
+        if key not in self.first:
+            self.first[key] = self.plain.chat(**request)
+        return self.first[key]
+
+    def ask(self, **request: Any) -> Answer:
+        """Ask the server with a directory, and compare its answer with the plain one's."""
+        answer = self.server.chat(**request)
+        assert_same(answer, self.expected(request))
+        return answer
+
+    def ask_and_wait(self, **request: Any) -> Answer:
+        """As ask, and wait until its prompt and answer are saved. (An engine may be one token ahead of its answer.)"""
+        answer = self.ask(**request)
+        end = answer.prompt_tokens + len(answer.ids)
+        self.server.wait_for(lambda: bool({end - 1, end} & self.states()), f"no state after {end} tokens")
+        return answer
+
+    def wait(self, tokens: int) -> None:
+        """Wait for a state after exactly so many tokens."""
+        self.server.wait_for(lambda: tokens in self.states(), f"no state after {tokens} tokens")
+
+    def states(self) -> set[int]:
+        found = set()
+        for path in (self.directory / "objects" / "nodes").rglob("*.state"):
+            try:
+                found.add(decode(path.read_bytes()).end)
+            except OSError:
+                continue
+        return found
+
+
+def assert_same(answer: Answer, expected: Answer) -> None:
+    """The same tokens, and log-probabilities that differ by no more than kernels do for pieces of other lengths."""
+    assert answer.ids == expected.ids
+    assert answer.logprobs == pytest.approx(expected.logprobs, abs=2e-4)
+    assert answer.choice["message"] == expected.choice["message"]
+    assert answer.choice["finish_reason"] == expected.choice["finish_reason"]

@@ -1,0 +1,222 @@
+"""Random histories of one conversation never lead anywhere else than the engine without a directory.
+
+Turns, edits, requests cancelled in the middle, restarts that lose what was queued, files that are damaged or gone:
+after each of them the next prompt's logits, and those of a greedy answer, are the ones of an uncached session. (To a
+ten-thousandth: a prefix may have been computed in other pieces than the reference, and kernels round differently then.
+What a wrong restore does is of the order of the logits themselves; the control shows it.)
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from session_support import array_of, assert_same, decode, forwarded, prompt_of, session_of
+
+TOLERANCE = 1e-4
+SYSTEM = 70
+"""Tokens that every conversation begins with: more than the fewest that are saved."""
+
+turns = st.tuples(st.just("turn"), st.integers(1, 90), st.integers(0, 5), st.booleans())
+edits = st.tuples(st.just("edit"), st.integers(0, 100), st.integers(1, 40))
+cancels = st.tuples(st.just("cancel"), st.integers(30, 140), st.integers(0, 100))
+restarts = st.tuples(st.just("restart"), st.booleans())
+damages = st.tuples(st.just("damage"), st.integers(0, 10_000), st.sampled_from(["remove", "flip", "cut"]))
+histories = st.lists(st.one_of(turns, turns, edits, cancels, restarts, damages), min_size=2, max_size=7)
+
+
+class CancelledError(Exception):
+    """The client went away."""
+
+
+class Conversation:
+    """One conversation held with a session on a directory, and checked by one without."""
+
+    def __init__(self, directory: Path, family: str, **more: Any) -> None:
+        self.directory, self.family, self.more = directory, family, more
+        self.plain = session_of(None, family, **more)
+        self.session = session_of(directory, family, **more)
+        self.tokens = prompt_of(SYSTEM, seed=1)
+        self.seed = 100
+        self.reused = 0
+
+    def new(self, count: int) -> list[int]:
+        self.seed += 1
+        return prompt_of(count, self.seed)
+
+    def do(self, name: str, *arguments: Any) -> None:
+        getattr(self, name)(*arguments)
+
+    def turn(self, count: int, answer: int, flush: bool) -> None:
+        before = len(self.tokens)
+        self.tokens = [*self.tokens, *self.new(count)]
+        cuts = [before] if before > 0 else []
+        run = self.session.prefill(self.tokens, cuts)
+        assert run.cached_tokens <= len(self.tokens)
+        self.reused += run.cached_tokens
+        expected = self.plain.prefill(self.tokens, [*cuts, run.cached_tokens])
+        assert_same([array_of(run.logits)], [array_of(expected.logits)], TOLERANCE)
+        if answer:
+            ours, our_logits = decode(self.session, run, answer)
+            theirs, their_logits = decode(self.plain, expected, answer)
+            same = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), answer)
+            # Two tokens that are equally likely to the last bits may be chosen either way.
+            assert_same(our_logits[: same + 1], their_logits[: same + 1], TOLERANCE)
+            self.tokens = forwarded(self.tokens, ours)
+            self.session.finish(run, self.tokens)
+        if flush:
+            assert self.session.flush()
+
+    def edit(self, percent: int, count: int) -> None:
+        self.tokens = [*self.tokens[: len(self.tokens) * percent // 100], *self.new(count)]
+
+    def cancel(self, count: int, percent: int) -> None:
+        """A prefill that stops at a look at its buffers; the prompt is another conversation's next turn."""
+        tokens = [*self.tokens, *self.new(count)]
+        real = self.session._after
+        stop = len(tokens) * percent // 100
+
+        def after(run: Any, done: int) -> None:
+            real(run, done)
+            if done >= stop:
+                raise CancelledError
+
+        self.session._after = after
+        try:
+            self.session.prefill(tokens, [len(self.tokens)])
+        except CancelledError:
+            pass
+        finally:
+            del self.session._after
+
+    def restart(self, orderly: bool) -> None:
+        self.session.close(60.0 if orderly else 0.0)
+        self.session = session_of(self.directory, self.family, **self.more)
+
+    def damage(self, which: int, how: str) -> None:
+        self.session.flush()
+        files = sorted(path for path in (self.directory / "objects").rglob("*") if path.is_file())
+        if not files:
+            return
+        path = files[which % len(files)]
+        if how == "remove":
+            path.unlink()
+            return
+        data = bytearray(path.read_bytes())
+        if how == "flip":
+            data[which % len(data)] ^= 1 + which % 255
+        else:
+            del data[len(data) // 2 :]
+        path.write_bytes(data)
+
+    def close(self) -> None:
+        self.session.close()
+
+
+def hold(family: str, history: list[tuple[Any, ...]], **more: Any) -> int:
+    folder = Path(tempfile.mkdtemp(prefix="histories-"))
+    try:
+        conversation = Conversation(folder / "cache", family, **more)
+        for step in [*history, ("turn", 3, 2, True), ("restart", True), ("turn", 2, 3, True)]:
+            conversation.do(*step)
+        conversation.close()
+        return conversation.reused
+    finally:
+        shutil.rmtree(folder)
+
+
+slow = settings(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+
+
+@pytest.mark.parametrize("family", ["bailing_moe_linear", "gemma3_text"])
+def test_a_few_histories(family):
+    @given(histories)
+    @settings(slow, max_examples=14, derandomize=True, phases=[Phase.explicit, Phase.generate])
+    def few(history):
+        hold(family, history)
+
+    few()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("bailing_moe_linear", {}),
+        ("qwen3_next", {"states": 0}),
+        ("qwen3_next", {"states": 2, "exact": True}),
+        ("gemma3_text", {"exact": True}),
+        ("gemma3_text", {"states": 3}),
+        ("llama4", {}),
+        ("deepseek_v41", {}),
+        ("llama", {}),
+        ("lfm2", {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 130}),
+    ],
+    ids=str,
+)
+def test_thousands_of_histories(family, more):
+    @given(histories)
+    @settings(slow, max_examples=400)
+    def many(history):
+        hold(family, history, **more)
+
+    many()
+
+
+def test_a_history_that_touches_everything():
+    """What the random ones may do, once each, and the restores that make them worth anything."""
+    reused = hold(
+        "bailing_moe_linear",
+        [
+            ("turn", 60, 3, True),
+            ("turn", 20, 3, True),
+            ("restart", True),
+            ("turn", 20, 0, True),
+            ("edit", 60, 30),
+            ("turn", 40, 2, True),
+            ("cancel", 140, 70),
+            ("turn", 5, 2, False),
+            ("restart", False),
+            ("damage", 3, "flip"),
+            ("turn", 5, 2, True),
+        ],
+    )
+    assert reused > 500
+
+
+@pytest.mark.parametrize("family", ["bailing_moe_linear", "gemma3_text"])
+def test_a_wrong_prefix_would_show(family):
+    """The control: one other token at the beginning changes the logits 150 tokens later far beyond the tolerance."""
+    session = session_of(None, family)
+    tokens = prompt_of(150, seed=1)
+    changed = [tokens[0] ^ 1, *tokens[1:]]
+    ours, theirs = (array_of(session.prefill(each).logits) for each in (tokens, changed))
+    assert np.abs(ours - theirs).max() > 100 * TOLERANCE * np.abs(ours).max()
+
+
+def test_damage_does_reach_the_files():
+    """The history above damages something: with every file flipped nothing is restored, and nothing is wrong."""
+    folder = Path(tempfile.mkdtemp(prefix="histories-"))
+    try:
+        conversation = Conversation(folder / "cache", "gemma3_text")
+        conversation.turn(60, 3, True)
+        count = sum(path.is_file() for path in (folder / "cache" / "objects").rglob("*"))
+        for number in range(count):
+            conversation.damage(random.Random(number).randrange(100) * count + number, "flip")
+        conversation.restart(True)
+        before = conversation.reused
+        conversation.turn(1, 1, True)
+        assert conversation.reused == before
+        conversation.turn(1, 1, True)
+        assert conversation.reused > before  # What was damaged has been written again.
+        conversation.close()
+    finally:
+        shutil.rmtree(folder)
