@@ -15,7 +15,7 @@ from kvstore.differences import HINTS, Decode, aligned, causes, lines, shown, te
 from kvstore.keys import unpack_tokens
 from kvstore.lookup import Match
 from kvstore.lookup import find as find_prefix
-from kvstore.nearest import Nearest, nearest
+from kvstore.nearest import Nearest, nearest, quickly
 from kvstore_mlx.restoring import Found
 
 __all__ = ["Explainer", "clause", "nearest_of"]
@@ -30,9 +30,16 @@ _ENDS = 2048
 """Tokens at either end of what matched, of which the text is looked at for the roles in it."""
 
 
-def nearest_of(found: Sequence[Found], packed: bytes, *, prefill_only: bool = False) -> Nearest | None:
-    """What of everything saved has most in common with a packed prompt; found are the answers of its lookups."""
-    compared = [nearest(_cuttable(one, prefill_only=prefill_only), packed) for one in found]
+def nearest_of(
+    found: Sequence[Found], packed: bytes, *, prefill_only: bool = False, quick: bool = True
+) -> Nearest | None:
+    """What of everything saved has most in common with a packed prompt; found are the answers of its lookups.
+
+    quick: None rather than more than a millisecond.
+    """
+    compare = quickly if quick else nearest
+    answers = (compare(_cuttable(one, prefill_only=prefill_only), packed) for one in found)
+    compared = [near for near in answers if near is not None]
     return max(compared, key=lambda each: (each.matched, each.used_ns), default=None)
 
 

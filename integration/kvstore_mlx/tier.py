@@ -163,7 +163,8 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         if reused >= len(tokens) - 1:
             return None
         try:
-            return nearest_of(found, pack_tokens(tokens), prefill_only=self._saving.prefill_only)
+            quick = self.explainer is None
+            return nearest_of(found, pack_tokens(tokens), prefill_only=self._saving.prefill_only, quick=quick)
         except Exception:
             log.exception("kvstore: cannot say why no more was reused; this is a bug in kvstore, please report it")
             return None

@@ -16,7 +16,7 @@ from upkeep_support import grow, invoke, invoke_json, snapshot
 
 from kvstore import FileSystem, NamespaceInfo
 from kvstore.keys import pack_tokens, unpack_tokens
-from kvstore.nearest import MAX_OPENED, MAX_STATS, nearest, nearest_of_all, saved_spaces
+from kvstore.nearest import MAX_OPENED, MAX_QUICK, MAX_STATS, nearest, nearest_of_all, quickly, saved_spaces
 
 TOKENS = prompt(100)
 
@@ -165,6 +165,38 @@ def test_a_comparison_takes_less_than_a_millisecond(tmp_path):
         nearest(match)
         times.append(time.perf_counter() - started)
     assert min(times) < 1e-3
+
+
+@pytest.mark.parametrize("at", [0, 5, 16, 17, 70, 90, 130, 140, 192, 200])
+def test_a_quick_look_finds_the_same(tmp_path, at):
+    space = open_store(tmp_path / "quick", interval=128).namespace(INFO)
+    tokens = prompt(200)
+    space.publish(tokens[:192], spans(tokens, 0, 128, 192))
+    other = differ_at(tokens, at)
+    match = space.lookup(other)
+    assert quickly(match, pack_tokens(other)) == nearest(match)
+
+
+def test_a_quick_look_gives_up_among_many(tmp_path):
+    fs = Counting()
+    space = open_store(tmp_path / "many", fs=fs, interval=128).namespace(INFO)
+    for seed in range(MAX_QUICK + 1):
+        other = prompt(2, seed + 1)
+        space.publish(other, spans(other, 0, 2))
+    tokens = prompt(120)
+    match = space.lookup(tokens)
+    fs.calls.clear()
+    assert quickly(match, pack_tokens(tokens)) is None
+    assert fs.calls == {"list": 1}
+    space.publish(tokens, spans(tokens, 0, 120))
+    part = differ_at(tokens, 80)
+    match = space.lookup(part)
+    fs.calls.clear()
+    found = quickly(match, pack_tokens(part))
+    assert (found.matched, found.end) == (80, "differs")
+    assert fs.calls == {"read": 1}  # the lookup had found it
+    next(path for path in node_files(tmp_path / "many") if "-120-" in path.name).unlink()
+    assert quickly(match, pack_tokens(part)) is None
 
 
 # Without an engine.
