@@ -123,23 +123,29 @@ def test_after_a_restart_the_files_times_tell_what_rests(server, tmp_path):
     assert one.saved(b) == len(b)
 
 
-def test_what_a_publish_stands_on_is_not_taken_for_it(server):
-    """A prompt larger than the budget keeps its beginning, however hot it is; so does a tail that grows."""
+def test_a_prompt_larger_than_the_budget_keeps_its_beginning(server):
     one = server(3.5)
     tokens = prompt(8 * INTERVAL, 1)
     for _ in range(10):
         one.ahead += 30
-        refusal = one.request(tokens)
-        assert refusal in {Refusal.FULL, Refusal.WARM}
+        assert one.request(tokens) is Refusal.FULL
     assert one.saved(tokens) == 3 * INTERVAL
-    two = server(1.6)
-    grown = prompt(INTERVAL, 2)
-    assert two.request(grown[:8]) is None
-    for _ in range(5):
-        two.ahead += 30
-        two.request(grown[:8])
-    assert two.request(grown[:12]) is Refusal.FULL
-    assert two.saved(grown[:8]) == 8
+
+
+@pytest.mark.parametrize(("before", "wanted"), [(2 * INTERVAL, 3 * INTERVAL), (INTERVAL + 8, INTERVAL + 12)])
+def test_what_a_publish_stands_on_is_not_taken_for_it_however_long_its_prefill_took(server, before, wanted):
+    """Its parent, or the tail whose blocks it names again: both are cold by the time that what follows is computed."""
+    one = server(2.5)
+    tokens = prompt(wanted, 1)
+    assert one.request(tokens[:before]) is None
+    one.house.asked(one.space, one.space.lookup(tokens))
+    one.ahead += 1000
+    packed = b"".join(token.to_bytes(4, "little") for token in tokens)
+    assert one.house.make_room(NODE, one.space, packed) is Refusal.FULL
+    assert one.saved(tokens) == before
+    other = b"".join(token.to_bytes(4, "little") for token in prompt(INTERVAL, 2))
+    one.ahead += 10
+    assert one.house.make_room(NODE, one.space, other) is None, "for another prompt they go"
 
 
 def test_a_refusal_mostly_takes_no_look_at_the_directory(server, monkeypatch):
