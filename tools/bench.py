@@ -18,6 +18,7 @@ import bench_publish
 import bench_quick
 import bench_restore
 import bench_scale
+import bench_tokens
 import bench_ttft
 from bench_machine import BenchError
 from bench_report import RESULTS, add_common, emit
@@ -29,6 +30,7 @@ SUBCOMMANDS: dict[str, ModuleType] = {
     "lookup": bench_lookup,
     "amplification": bench_amplification,
     "ttft": bench_ttft,
+    "tokens": bench_tokens,
     "quick": bench_quick,
     "scale": bench_scale,
 }
