@@ -112,7 +112,8 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         self, space: ModelSpace, tokens: list[int], caches: list[Any] | None, in_memory: int, started: float
     ) -> tuple[list[Any] | None, list[int]]:
         """Restore when the directory reaches further than memory, start the recording, and log the one line."""
-        packed = pack_tokens(tokens)[: (len(tokens) - 1) * TOKEN_BYTES]
+        prompt = pack_tokens(tokens)
+        packed = prompt[:-TOKEN_BYTES]
         found = [find(form, packed, prefill_only=self._saving.prefill_only) for form in space.usable]
         saved = {one.form: one.match.border for one in found}
         reused, source, size, restore_s = in_memory, "memory" if in_memory else "nothing", 0, 0.0
@@ -134,7 +135,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         if saved and gate.worth_saving(len(tokens), time.monotonic()):
             self._pending = self._record(space, tokens, saved, reused, source)
         milliseconds = (time.perf_counter() - started) * 1e3
-        near = self._nearest(found, tokens, reused)
+        near = self._nearest(found, prompt, reused)
         log.info(
             "kvstore: reused %d of %d tokens from %s in %.1f ms (%s read)%s",
             reused,
@@ -158,13 +159,13 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         self._tell(Fetched(len(tokens), reused, tier, size, lookup_s, restore_s, matched, differs))
         return caches, list(tokens[reused:])
 
-    def _nearest(self, found: Sequence[Found], tokens: list[int], reused: int) -> Nearest | None:
+    def _nearest(self, found: Sequence[Found], prompt: bytes, reused: int) -> Nearest | None:
         """What is saved nearest to a prompt of which less than all was reused."""
-        if reused >= len(tokens) - 1:
+        if reused >= len(prompt) // TOKEN_BYTES - 1:
             return None
         try:
             quick = self.explainer is None
-            return nearest_of(found, pack_tokens(tokens), prefill_only=self._saving.prefill_only, quick=quick)
+            return nearest_of(found, prompt, prefill_only=self._saving.prefill_only, quick=quick)
         except Exception:
             log.exception("kvstore: cannot say why no more was reused; this is a bug in kvstore, please report it")
             return None
