@@ -22,7 +22,7 @@ from typing import Any
 
 __all__ = ["Loan", "Pool"]
 
-_PAGE = mmap.PAGESIZE
+_LINE = 64
 _TOUCH_BYTES = 1 << 20
 
 
@@ -67,7 +67,7 @@ class Pool:
     """At most limit bytes, lent in pieces. phase: the address modulo 64 of each piece, see buffers.address_phase."""
 
     def __init__(self, limit: int, phase: int = 0) -> None:
-        self._limit = -(-limit // _PAGE) * _PAGE
+        self._limit = _lines(limit)
         self._phase = phase
         self._region: mmap.mmap | None = None
         self._lent: dict[int, int] = {}
@@ -77,7 +77,7 @@ class Pool:
 
     @property
     def lent(self) -> int:
-        """Bytes that are lent just now, in whole pages."""
+        """Bytes that are lent just now, in whole cache lines."""
         with self._lock:
             self._settle()
             return sum(end - begin for begin, end in self._lent.items())
@@ -92,20 +92,19 @@ class Pool:
 
         While nothing is lent any size is granted: what is larger than the pool gets memory of its own.
         """
-        need = -(-(size + self._phase) // _PAGE) * _PAGE
+        need = _lines(max(size, 1))
         with self._lock:
             self._settle()
             if need > self._limit and self._lent:
                 return None
             try:
                 if need > self._limit:
-                    region, begin = mmap.mmap(-1, need), 0
+                    region, begin = mmap.mmap(-1, need + _LINE), 0
                 else:
                     begin = next((at for at, end in self._gaps() if end - at >= need), -1)
                     if begin < 0:
                         return None
-                    self._region = self._region or mmap.mmap(-1, self._limit)
-                    region = self._region
+                    region = self._region = self._region or mmap.mmap(-1, self._limit + _LINE)
                     self._touched = max(self._touched, begin + need)
             except OSError:
                 return None  # No address space; the caller's next boundary asks again.
@@ -121,16 +120,16 @@ class Pool:
         For another thread than the one that copies, which is not kept from computing: reading zeros lets go of the
         interpreter's lock. Memory that is lent meanwhile is left alone.
         """
-        end = min(-(-(size + self._phase) // _PAGE) * _PAGE, self._limit)
+        end = min(_lines(size), self._limit)
         at = self._touched
         with suppress(OSError), open("/dev/zero", "rb", buffering=0) as zeros:
             while at < end:
                 stop = min(at + _TOUCH_BYTES, end)
                 with self._lock:
                     self._settle()
-                    self._region = self._region or mmap.mmap(-1, self._limit)
+                    self._region = self._region or mmap.mmap(-1, self._limit + _LINE)
                     if not any(begin < stop and at < lent_end for begin, lent_end in self._lent.items()):
-                        with memoryview(self._region) as whole, whole[at:stop] as pages:
+                        with memoryview(self._region) as whole, whole[at + self._phase : stop + self._phase] as pages:
                             zeros.readinto(pages)
                     self._touched = max(self._touched, stop)
                 at = stop
@@ -151,3 +150,8 @@ class Pool:
         """Note what came back. Under the lock; what comes back does not take it: that may be while it is held."""
         while self._returned:
             del self._lent[self._returned.popleft()]
+
+
+def _lines(size: int) -> int:
+    """Bytes in whole cache lines, so that every loan has the same alignment."""
+    return -(-size // _LINE) * _LINE

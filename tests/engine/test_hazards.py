@@ -21,7 +21,7 @@ from mlx_lm.models.cache import KVCache
 
 from kvstore import Durability, FileSystem, NamespaceInfo, Span, Store, TensorBuffer, TensorSpec
 from kvstore_mlx import selfcheck
-from kvstore_mlx.buffers import Filling, copy_rows, copy_whole, empty
+from kvstore_mlx.buffers import _PIECE, Filling, copy_rows, copy_whole, empty, has_non_finite
 from kvstore_mlx.inplace import view_of
 from kvstore_mlx.pool import Pool
 
@@ -305,6 +305,18 @@ def count_updates(monkeypatch) -> list[int]:
 
     monkeypatch.setattr("kvstore.keys.xxh3_128", Counting)
     return calls
+
+
+@pytest.mark.parametrize(("dtype", "bad"), [("F32", 0x7F800000), ("F16", 0x7C01), ("BF16", 0xFF80)])
+def test_a_number_that_is_none_is_found_wherever_it_is(dtype, bad):
+    """In whichever of the pieces that the data are looked at in, the last and short one too."""
+    words = np.zeros(_PIECE * 2 + 5, np.uint32 if dtype == "F32" else np.uint16)
+    assert not has_non_finite(words.data, dtype)
+    assert not has_non_finite(b"", dtype)
+    for at in (0, _PIECE - 1, _PIECE, 2 * _PIECE, len(words) - 1):
+        words[at] = bad
+        assert has_non_finite(words.data, dtype)
+        words[at] = 0
 
 
 class TestTheSafePath:

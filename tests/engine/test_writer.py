@@ -116,7 +116,7 @@ def test_a_job_that_fails_gives_its_memory_back(writer, form):
 
 
 def test_a_full_queue_lends_nothing(writer):
-    loans = [writer.lend(4 * MIB - 100), writer.lend(4 * MIB - 100)]
+    loans = [writer.lend(4 * MIB), writer.lend(4 * MIB - 1)]
     assert all(loans)
     assert writer.lend(1) is None
 

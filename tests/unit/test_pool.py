@@ -107,6 +107,15 @@ def test_memory_that_comes_back_while_the_pool_is_asked_is_noted_later():
     assert pool.lend(MIB) is not None
 
 
+def test_loans_of_nothing_are_loans_too():
+    pool = Pool(MIB)
+    loans = [pool.lend(0), pool.lend(0), pool.lend(100)]
+    assert [loan.take(0).nbytes for loan in loans] == [0, 0, 0]
+    for loan in loans:
+        loan.give_back()
+    assert pool.lent == 0
+
+
 def test_giving_back_twice_does_not_take_from_the_next():
     pool = Pool(MIB)
     loan = pool.lend(MIB)
