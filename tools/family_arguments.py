@@ -416,7 +416,9 @@ SPECIAL_WEIGHTS: dict[str, dict[str, tuple[float, float]]] = {
 
 SEEDS: dict[str, int] = {
     "gemma3n": 10,
-    **dict.fromkeys(("cohere", "mamba2", "openelm", "phi", "phi3small", "starcoder2"), 5),
+    "olmo3": 7,
+    "phi": 3,
+    **dict.fromkeys(("cohere", "mamba2", "nanochat", "openelm", "phi3small", "starcoder2"), 5),
 }
 """Weights other than the usual ones for families whose greedy output would repeat a few tokens."""
 

@@ -217,7 +217,8 @@ def _controls(outcome: Outcome, model: Any, caches: list[Any], expected: Answer,
     other = Uninterrupted(model, quantized).prefill(changed, [])
     # Bits would do, but a model that hardly looks is a bad witness.
     finite = np.isfinite(expected.logits[0])
-    moved = np.abs(np.array(other.logits) - expected.logits[0])[finite].max() / expected.logits[0][finite].std()
+    before, after = expected.logits[0][finite], np.array(other.logits)[finite]
+    moved = np.abs(after - before).max() / before.std()
     outcome.checks["control"] = "" if moved > 1e-3 else f"the first token moves the last logits by {moved:.1e} only"
     if len(set(expected.tokens)) < 4:
         outcome.checks["control"] = f"greedy output repeats itself: {expected.tokens}"
@@ -231,16 +232,20 @@ def _controls(outcome: Outcome, model: Any, caches: list[Any], expected: Answer,
 
 
 def _disturb(cache: Any) -> None:
-    """Change every number a cache holds."""
+    """Change every number a cache holds, and their order: some caches only say which rows to look at."""
     for name, value in vars(cache).items():
-        if isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating):
-            setattr(cache, name, value * 1.1)
-        elif isinstance(value, (list, tuple)):
-            changed = [
-                each * 1.1 if isinstance(each, mx.array) and mx.issubdtype(each.dtype, mx.floating) else each
-                for each in value
-            ]
-            setattr(cache, name, changed if isinstance(value, list) else tuple(changed))
+        if isinstance(value, (list, tuple)):
+            setattr(cache, name, type(value)(_other_numbers(each) for each in value))
+        else:
+            setattr(cache, name, _other_numbers(value))
+
+
+def _other_numbers(value: Any) -> Any:
+    if not isinstance(value, mx.array):
+        return value
+    if not mx.issubdtype(value.dtype, mx.floating):
+        return value + 1  # tokens
+    return value * mx.random.uniform(0.2, 1.8, value.shape, key=mx.random.key(1)).astype(value.dtype)
 
 
 def _save(directory: Path, answers: dict[str, Answer]) -> None:

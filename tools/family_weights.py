@@ -53,7 +53,7 @@ def _value(name: str, old: mx.array, key: mx.array, special: Mapping[str, tuple[
     suffix = next((suffix for suffix in reversed(named) if name.endswith(suffix)), None)
     if suffix is not None:
         mean, spread = named[suffix]
-    elif old.ndim < 2 or max(old.shape) == old.size:
+    elif old.ndim < 2 or (max(old.shape) == old.size and last != "weight"):
         # A vector: the weight of a norm, or something that is added.
         mean, spread = float(last == "weight"), 0.1
     elif "embed" in name or "wte" in name:
