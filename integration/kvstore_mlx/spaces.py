@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from kvstore.errors import KVStoreError
@@ -21,7 +23,7 @@ from kvstore_mlx.fingerprint import Quantization, describe, identity_of
 from kvstore_mlx.forms import Form, ModelSpace
 from kvstore_mlx.live import ExtrasHook
 from kvstore_mlx.plan import Plan, unknown_classes
-from kvstore_mlx.probe import probe
+from kvstore_mlx.probe import Forward, probe
 
 __all__ = ["Settings", "Spaces", "UnsupportedModelError", "make_caches", "make_space", "plans_of"]
 
@@ -52,12 +54,18 @@ class Spaces:
         self._provider = provider
         self._settings = settings
         self._known: dict[Any, ModelSpace | None] = {}
+        self._loaded: dict[Any, weakref.ref[Any]] = {}
         self._off: dict[Any, str] = {}
         self.phase = address_phase()
 
     def of(self, model_key: Any) -> ModelSpace | None:
-        """The space of the model that is loaded now; None when it is served without the directory."""
-        if model_key not in self._known:
+        """The space of the model that is loaded now; None when it is served without the directory.
+
+        A model that was swapped out and loaded again is another object, and is looked at again.
+        """
+        loaded = self._loaded.get(model_key)
+        if loaded is None or loaded() is not self._provider.model:
+            self._loaded[model_key] = weakref.ref(self._provider.model)
             self._known[model_key] = self._make(model_key)
         return self._known[model_key]
 
@@ -134,11 +142,18 @@ def make_caches(model: Any, draft: Any, window: int | None) -> list[Any]:
 
 
 def plans_of(model: Any, draft: Any, settings: Settings) -> list[tuple[bool, Plan]]:
-    """The forms of a model's caches, plain before quantized; raises UnsupportedModelError."""
+    """The forms of a model's caches, plain before quantized; raises UnsupportedModelError.
+
+    The plans do not keep the model alive: a server that swaps models has memory for one.
+    """
     quantization, extras = settings.quantization, settings.extras
+    loaded, drafting = weakref.ref(model), None if draft is None else weakref.ref(draft)
 
     def make() -> list[Any]:
-        return make_caches(model, draft, settings.window)
+        both = loaded(), None if drafting is None else drafting()
+        if both[0] is None or (drafting is not None and both[1] is None):
+            raise ValueError("the model is not loaded any more")
+        return make_caches(*both, settings.window)
 
     def make_quantized() -> list[Any]:
         assert quantization is not None
@@ -150,19 +165,11 @@ def plans_of(model: Any, draft: Any, settings: Settings) -> list[tuple[bool, Pla
             for cache in make()
         ]
 
-    own = len(make_prompt_cache(model, settings.window))
-
-    def forward(tokens: list[int], caches: Sequence[Any]) -> Any:
-        import mlx.core as mx  # noqa: PLC0415 - beside its only use
-
-        if draft is not None:
-            draft(mx.array([tokens]), cache=list(caches[own:]))
-        return model(mx.array([tokens]), cache=list(caches[:own]))[0, -1]
-
     if unknown := unknown_classes(make()):
         raise UnsupportedModelError(f"it uses {unknown}, which cannot be saved yet")
     if draft is not None and quantization is not None:
         raise UnsupportedModelError("with a draft model the engine loses track of caches that --kv-bits quantizes")
+    forward = _forward(model, draft, len(make_prompt_cache(model, settings.window)))
     try:
         plans = [(False, probe(make, forward, extras))]
         if draft is not None and plans[0][1].stateful:
@@ -172,3 +179,14 @@ def plans_of(model: Any, draft: Any, settings: Settings) -> list[tuple[bool, Pla
     except (ValueError, NotImplementedError) as error:
         raise UnsupportedModelError(str(error)) from error
     return plans
+
+
+def _forward(model: Any, draft: Any, own: int) -> Forward:
+    """Both models on their caches, of which the first own are the model's; the logits are the model's."""
+
+    def forward(tokens: list[int], caches: Sequence[Any]) -> Any:
+        if draft is not None:
+            draft(mx.array([tokens]), cache=list(caches[own:]))
+        return model(mx.array([tokens]), cache=list(caches[:own]))[0, -1]
+
+    return forward

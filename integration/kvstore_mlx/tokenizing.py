@@ -43,19 +43,18 @@ class TokenizingCache:
     def __init__(self, store: Store, budget: int = BUDGET) -> None:
         self._store = store
         self._budget = budget
-        self._scopes: dict[int, tuple[Any, Tokenizations | None]] = {}
+        self._latest: tuple[Any, Tokenizations | None] = (None, None)
         self._waiting: queue.Queue[tuple[Tokenizations, bytes, bytes] | None] = queue.Queue(_QUEUED)
         self._thread = threading.Thread(target=self._write, name="kvstore-tokens", daemon=True)
         self._thread.start()
 
     def wrap(self, tokenizer: Any) -> Any:
         """The tokenizer, with apply_chat_template answered from the directory where that is safe."""
-        known = self._scopes.get(id(tokenizer))
-        if known is None or known[0] is not tokenizer:
+        if self._latest[0] is not tokenizer:
             scope = _scope(tokenizer)
-            known = tokenizer, None if scope is None else self._store.tokenizations(scope)
-            self._scopes[id(tokenizer)] = known
-        return tokenizer if known[1] is None else _Remembering(tokenizer, known[1], self)
+            self._latest = tokenizer, None if scope is None else self._store.tokenizations(scope)
+        entries = self._latest[1]
+        return tokenizer if entries is None else _Remembering(tokenizer, entries, self)
 
     def save(self, entries: Tokenizations, request: bytes, tokens: bytes) -> None:
         """Have a tokenization written, unless too many wait."""
