@@ -8,7 +8,7 @@ PY := .venv/bin/python
 help:
 	@echo "make demo    a coding-review conversation on a real model: disabled, first write, repeat, restart"
 	@echo "make test    every test but the long ones, and lint"
-	@echo "make soak    the long tests: about an hour"
+	@echo "make soak    the long tests: more than an hour"
 	@echo "make reliability  what make test and make soak counted, into docs/reliability.md"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   every benchmark against the limit of this machine; BENCH='restore --help' for one of them"
