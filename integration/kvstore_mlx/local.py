@@ -94,6 +94,7 @@ class Cached:
         self, store: Store, model_key: tuple[str, str | None, str | None], settings: Any, cache: CacheArguments
     ) -> None:
         from kvstore_mlx.housekeeping import Housekeeping  # noqa: PLC0415 - imports the engine
+        from kvstore_mlx.metrics import Metrics  # noqa: PLC0415 - as above
         from kvstore_mlx.spaces import Spaces  # noqa: PLC0415 - as above
         from kvstore_mlx.tier import TieredPromptCache  # noqa: PLC0415 - as above
         from kvstore_mlx.writer import Writer  # noqa: PLC0415 - as above
@@ -105,6 +106,8 @@ class Cached:
         self._writer = Writer(Housekeeping(store, cache.size, cache.write_limit))
         # Nothing is kept in memory: a command has one conversation, and its caches are the engine's.
         self._tier = TieredPromptCache(0, Spaces(store, self._loaded, settings), self._writer, cache.saving)
+        self._metrics = Metrics(store)
+        self._tier.observe = self._metrics.fetched
         self._history: tuple[Any, list[int]] = (None, [])
         self._explain = cache.explain
 
@@ -123,6 +126,7 @@ class Cached:
 
         from kvstore_mlx.engine import recording_stream_generate  # noqa: PLC0415 - as above
         from kvstore_mlx.explain import Explainer  # noqa: PLC0415 - as above
+        from kvstore_mlx.metrics import Served  # noqa: PLC0415 - as above
         from kvstore_mlx.spaces import make_caches  # noqa: PLC0415 - as above
 
         draft = kwargs.get("draft_model")
@@ -139,6 +143,8 @@ class Cached:
         if self._explain:
             self._tier.explainer = Explainer(lambda: lambda ids: str(tokenizer.decode(ids)))
         tokens = [*history, *_tokens(tokenizer, prompt)]
+        served = Served()
+        self._metrics.begin(served)
         found, rest = self._tier.extend(self._key, tokens, caches if history else None, len(history))
         if found is not None:
             # In place: a chat holds on to its list.
@@ -146,9 +152,10 @@ class Cached:
         stream = recording_stream_generate(original, self._tier, self._settings.quantization)
         generated: list[int] = []
         try:
-            for response in stream(
+            responses = stream(
                 model=model, tokenizer=tokenizer, prompt=rest, prompt_cache=caches, stream=generation_stream, **kwargs
-            ):
+            )
+            for response in self._metrics.watched(served, responses):
                 generated.append(response.token)
                 yield response
         finally:
@@ -161,6 +168,7 @@ class Cached:
         """Write what is queued, and let the directory go."""
         if not self._writer.close(DRAIN_S):
             log.warning("kvstore: stopped before everything was written; what is missing will be computed again")
+        self._metrics.close()
         self._store.close()
 
 

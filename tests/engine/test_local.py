@@ -41,6 +41,11 @@ def test_generate_prints_what_mlx_lm_prints_and_saves_it(tiny_llama, tmp_path, f
     (tokens,) = saved(directory)
     # The prompt and what was forwarded of the answer.
     assert tokens > len(PROMPT) + 11
+    counted = json.loads(run("kvstore", "stats", str(directory), "--json").stdout)
+    assert (counted["processes"], counted["counters"]["requests"]) == (2, 2)
+    assert counted["counters"]["written_tokens"] == tokens
+    assert counted["counters"]["disk_tokens"] > 0
+    assert counted["counters"]["generated_tokens"] > 2
 
 
 def test_generate_without_the_flag_is_mlx_lm(tiny_llama, tmp_path):
