@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pkgutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -112,10 +113,11 @@ def later(path: Path, by: int, fs: FileSystem = FAST) -> Store:
 
 def invoke(*arguments: object, given: str | None = None) -> tuple[int, str, str]:
     """Run a command in this process: exit code, stdout, stderr."""
+    from kvstore import cli
     from kvstore.cli.app import app
 
-    for module in ("clear", "du", "fsck", "gc", "ls", "merge", "quota", "repack", "report", "show", "stats", "tree", "why"):
-        importlib.import_module(f"kvstore.cli.{module}")
+    for module in pkgutil.iter_modules(cli.__path__):
+        importlib.import_module(f"kvstore.cli.{module.name}")
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=given)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

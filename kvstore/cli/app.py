@@ -158,7 +158,7 @@ def _add_adapter_command(entry: EntryPoint) -> None:
 def main() -> None:
     """Entry point of the console script."""
     # Importing a command module registers it, and only here.
-    from kvstore.cli import clear, du, fsck, gc, ls, merge, quota, repack, report, show, stats, tree, why  # noqa: F401, PLC0415
+    from kvstore.cli import clear, du, fsck, gc, ls, merge, quota, repack, report, show, stats, top, tree, why  # noqa: F401, PLC0415
 
     for entry in sorted(entry_points(group="kvstore.commands")):
         _add_adapter_command(entry)
