@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from bench_child import run_child
-from bench_kv import INFO, Payload, Shape, add_shape, shape_of
+from bench_kv import INFO, Payload, Shape, add_shape, shape_named, shape_of
 from bench_machine import BenchError, conditions, data_folder, need_disk
 from bench_report import Outcome, table
 from kvstore import Store
 
-__all__ = ["HELP", "Turn", "child", "configure", "conversation", "run"]
+__all__ = ["HELP", "Turn", "child", "configure", "conversation", "run", "tables"]
 
 HELP = "bytes written for each byte of new KV over a conversation"
 
@@ -75,15 +75,20 @@ def run(options: argparse.Namespace) -> Outcome:
     }
     with data_folder(options.dir, keep=options.keep) as folder:
         need_disk(folder, 2 * size)
-        fields = {"layers": shape.layers, "heads": shape.heads, "dim": shape.dim, "dtype": shape.dtype}
+        fields = shape.fields()
         document |= run_child(
             "bench_amplification", {"store": str(folder / "store"), "shape": fields, "turns": options.turns}
         )
     document["written_over_new"] = document["written_bytes"] / document["new_kv_bytes"]
     document["allocated_over_new"] = document["allocated_bytes"] / document["new_kv_bytes"]
+    return Outcome(document, tables(document))
+
+
+def tables(document: dict[str, Any]) -> list[Any]:
+    """What the file says, for people."""
     overhead = document["written_bytes"] - document["new_kv_bytes"]
     row = [
-        f"{len(turns)} turns, {turns[-1].end} tokens",
+        f"{document['turns']} turns, {document['tokens']} tokens",
         f"{document['new_kv_bytes'] / 1e6:.1f}",
         f"{document['written_bytes'] / 1e6:.1f}",
         f"{document['written_over_new']:.4f}",
@@ -92,12 +97,12 @@ def run(options: argparse.Namespace) -> Outcome:
         f"{overhead / max(document['nodes'], 1) / 1024:.1f}",
     ]
     made = table(
-        f"bytes written over bytes of new KV, {shape.text()}",
+        f"bytes written over bytes of new KV, {shape_named(document['shape']).text()}",
         ["conversation", "new KV MB", "written MB", "written / new", "on disk / new", "nodes", "KiB beside KV a node"],
         [row],
         f"counted by {document['counted_by']}; n = 1: nothing in it is random or timed",
     )
-    return Outcome(document, [made])
+    return [made]
 
 
 class FakeLive:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ __all__ = [
     "fill_store",
     "open_match",
     "prompt",
+    "shape_named",
     "shape_of",
 ]
 
@@ -63,9 +64,13 @@ class Shape:
         """Bytes of KV a token."""
         return sum(spec.span_bytes(1) for spec in self.specs)
 
+    def fields(self) -> dict[str, Any]:
+        """What makes it, as a child is told."""
+        return dataclasses.asdict(self)
+
     def document(self) -> dict[str, Any]:
         """As it goes into a JSON file."""
-        return {**dataclasses.asdict(self), "token_bytes": self.token_bytes}
+        return {**self.fields(), "token_bytes": self.token_bytes}
 
     def text(self) -> str:
         """As it goes into a title."""
@@ -84,6 +89,11 @@ def add_shape(parser: argparse.ArgumentParser, default: Shape) -> None:
 def shape_of(options: argparse.Namespace) -> Shape:
     """The shape that was chosen."""
     return Shape(options.layers, options.heads, options.dim, options.dtype)
+
+
+def shape_named(document: Mapping[str, Any]) -> Shape:
+    """The shape that a JSON file names."""
+    return Shape(**{field.name: document[field.name] for field in dataclasses.fields(Shape)})
 
 
 class Payload:
@@ -120,10 +130,12 @@ def prompt(tokens: int) -> list[int]:
     return list(range(tokens))
 
 
-def fill_store(path: Path, shape: Shape, tokens: int, phase: int, span: int, *, durable: bool) -> None:
+def fill_store(
+    path: Path, shape: Shape, tokens: int, phase: int, span: int, *, durable: bool, interval: int | None = None
+) -> None:
     """Publish the KV of one prompt into a new cache directory, in blocks of span tokens (0: whole chunks)."""
     durability = Durability.BARRIER if durable else Durability.NONE
-    with Store.open(path, fs=FileSystem(durability=durability)) as store:
+    with Store.open(path, interval=interval, fs=FileSystem(durability=durability)) as store:
         space = store.namespace(INFO)
         text = prompt(tokens)
         payload: Payload | None = None

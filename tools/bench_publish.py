@@ -24,7 +24,7 @@ from bench_stats import Sample, interleaved, paired
 from kvstore import Durability, FileSystem, NamespaceInfo, Span, Store
 from kvstore.layout import FANOUT
 
-__all__ = ["HELP", "child", "configure", "run"]
+__all__ = ["HELP", "child", "configure", "publisher", "raw_writer", "run", "tables"]
 
 HELP = "publish of one chunk against os.write, and the memory it takes"
 
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> Outcome:
     with data_folder(options.dir, keep=options.keep) as folder:
         need_disk(folder, 2 * size)
         need_memory(4 * size + 2 * shape.token_bytes * held)
-        fields = {"layers": shape.layers, "heads": shape.heads, "dim": shape.dim, "dtype": shape.dtype}
+        fields = shape.fields()
         job = {"folder": str(folder), "shape": fields, "count": options.count, "held": held, "rounds": options.rounds}
         other = OtherWork()
         seconds = run_child("bench_publish", {**job, "task": "speed"})["seconds"]
@@ -82,10 +82,11 @@ def run(options: argparse.Namespace) -> Outcome:
             name: Sample.of(each[name] for each in memory).document() for name in ("publish", "copy_and_publish")
         },
     }
-    return Outcome(document, [_table(document)])
+    return Outcome(document, tables(document))
 
 
-def _table(document: dict[str, Any]) -> Any:
+def tables(document: dict[str, Any]) -> list[Any]:
+    """What the file says, for people."""
     size = document["payload_bytes"]
     rows = []
     for name, label in METHODS.items():
@@ -95,7 +96,7 @@ def _table(document: dict[str, Any]) -> Any:
         rows.append([label, sample.text(1e3, 1), gbs, Sample.of(over["values"]).text() if over else ""])
     extra = {name: each["median"] / 2**20 for name, each in document["extra_peak_bytes"].items()}
     others = document["cores_used_by_others"]
-    return table(
+    made = table(
         f"publish, {document['count']} tokens of {document['shape']['token_bytes'] / 1024:g} KiB, "
         f"of {document['held']} in the engine's buffers",
         ["method", "ms, median (min to max)", "GB/s", "of the raw speed"],
@@ -104,6 +105,7 @@ def _table(document: dict[str, Any]) -> Any:
         f"with the copy before it {extra['copy_and_publish']:.1f} MiB, "
         f"other processes used {'?' if others is None else f'{others:.2f}'} cores",
     )
+    return [made]
 
 
 def child(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,16 +117,17 @@ def _speed(job: Mapping[str, Any]) -> dict[str, Any]:
     folder, shape = Path(job["folder"]), Shape(**job["shape"])
     payload = Payload(shape, job["count"])
     methods = {
-        "store": _store(folder / "store", payload, Durability.NONE),
-        "raw": _raw(folder / "raw", payload, sync=False),
-        "store_synced": _store(folder / "store-synced", payload, Durability.BARRIER),
-        "raw_synced": _raw(folder / "raw", payload, sync=True),
+        "store": publisher(folder / "store", payload, Durability.NONE),
+        "raw": raw_writer(folder / "raw", payload, sync=False),
+        "store_synced": publisher(folder / "store-synced", payload, Durability.BARRIER),
+        "raw_synced": raw_writer(folder / "raw", payload, sync=True),
         **_engine(payload, job["held"]),
     }
     return {"seconds": interleaved(methods, job["rounds"])}
 
 
-def _store(path: Path, payload: Payload, durability: Durability) -> Callable[[], float]:
+def publisher(path: Path, payload: Payload, durability: Durability) -> Callable[[], float]:
+    """Publishes the payload as one chunk that the store does not have, then removes it; seconds of the publish."""
     store = Store.open(path, interval=max(16, payload.count), fs=FileSystem(durability=durability))
     space = store.namespace(INFO)
     layout = store.context.layout
@@ -148,7 +151,9 @@ def _store(path: Path, payload: Payload, durability: Durability) -> Callable[[],
     return run
 
 
-def _raw(path: Path, payload: Payload, *, sync: bool) -> Callable[[], float]:
+def raw_writer(path: Path, payload: Payload, *, sync: bool) -> Callable[[], float]:
+    """Writes the payload with os.write, then removes it; seconds of the writing."""
+
     def run() -> float:
         started = time.perf_counter()
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)

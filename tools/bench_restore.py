@@ -20,7 +20,7 @@ from bench_stats import Sample, paired, rotated
 from kvstore import DEFAULT_INTERVAL
 from kvstore.sizes import format_size
 
-__all__ = ["HELP", "configure", "run"]
+__all__ = ["HELP", "configure", "run", "tables"]
 
 HELP = "restore of saved KV against raw reads, mlx-lm's load_prompt_cache and mx.load"
 
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> Outcome:
                 document["results"].append(_measured(job, regime, options))
             for name in ("store", "file"):
                 _forget(Path(job[name]), keep=options.keep)
-    return Outcome(document, [_table(result, document) for result in document["results"]])
+    return Outcome(document, tables(document))
 
 
 def _prepared(folder: Path, shape: Shape, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _prepared(folder: Path, shape: Shape, tokens: int, options: argparse.Namespa
         "store": str(folder / f"store-{tokens}"),
         "file": str(folder / f"prompt-cache-{tokens}.safetensors"),
         "tokens": tokens,
-        "shape": {"layers": shape.layers, "heads": shape.heads, "dim": shape.dim, "dtype": shape.dtype},
+        "shape": shape.fields(),
         "cold": options.cold,
         "span": options.span,
     }
@@ -137,6 +137,11 @@ def _measured(job: dict[str, Any], regime: str, options: argparse.Namespace) -> 
         # Speeds, so above 1 the store is the faster one: time of the other over the store's in the same round.
         "store_over": {name: paired(seconds[name], seconds["store"]).document() for name in methods if name != "store"},
     }
+
+
+def tables(document: dict[str, Any]) -> list[Any]:
+    """A table for each length and regime."""
+    return [_table(result, document) for result in document["results"]]
 
 
 def _table(result: dict[str, Any], document: dict[str, Any]) -> Any:

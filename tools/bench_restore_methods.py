@@ -48,7 +48,15 @@ def _make(job: Mapping[str, Any]) -> dict[str, Any]:
     from kvstore_mlx.buffers import address_phase  # noqa: PLC0415 - imports MLX
 
     shape = Shape(**job["shape"])
-    fill_store(Path(job["store"]), shape, job["tokens"], address_phase(), job["span"], durable=job["cold"])
+    fill_store(
+        Path(job["store"]),
+        shape,
+        job["tokens"],
+        address_phase(),
+        job["span"],
+        durable=job["cold"],
+        interval=job.get("interval"),
+    )
     if job["file"]:
         import mlx.core as mx  # noqa: PLC0415
         from mlx_lm.models.cache import save_prompt_cache  # noqa: PLC0415

@@ -129,6 +129,12 @@ class Server:
             except subprocess.TimeoutExpired:
                 self._kill()
 
+    @property
+    def process(self) -> int:
+        """The id of its process."""
+        assert self._process is not None
+        return self._process.pid
+
     def ask(self, prompt: str, max_tokens: int) -> Answer:
         """Complete a prompt, and time the first token."""
         body = {

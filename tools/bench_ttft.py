@@ -22,7 +22,7 @@ from bench_servers import TINY_LLAMA, Answer, Server
 from bench_stats import Sample, paired, rotated
 from fast_blas import find
 
-__all__ = ["HELP", "configure", "run"]
+__all__ = ["HELP", "configure", "run", "tables"]
 
 HELP = "time to the first token: first write over disabled, and after a restart"
 
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> Outcome:
         if name != "disabled"
     }
     document["cached_tokens_after_restart"] = [answer.cached_tokens for answer in restart]
-    return Outcome(document, [_table(document)])
+    return Outcome(document, tables(document))
 
 
 def _token_bytes() -> int:
@@ -138,7 +138,8 @@ def _ask(server: Server, prompt: str) -> Answer:
     return answer
 
 
-def _table(document: dict[str, Any]) -> Any:
+def tables(document: dict[str, Any]) -> list[Any]:
+    """What the file says, for people."""
     rows = []
     for name, measured in document["seconds"].items():
         sample = Sample.of(measured["values"])
@@ -148,10 +149,11 @@ def _table(document: dict[str, Any]) -> Any:
         )
     others = document["cores_used_by_others"]
     layers = document["model"]["num_hidden_layers"]
-    return table(
+    made = table(
         f"time to the first token, {document['prompt_tokens']} tokens, a llama of {layers} layers",
         ["server", "n", "ms, median (min to max)", "over disabled, paired"],
         rows,
         f"page cache warm, BLAS: {Path(document['blas']).name}, "
         f"other processes used {'?' if others is None else f'{others:.2f}'} cores",
     )
+    return [made]
