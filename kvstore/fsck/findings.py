@@ -15,9 +15,9 @@ __all__ = ["Action", "Counts", "ExitCode", "Finding", "Problem", "Report", "Seen
 Severity: TypeAlias = Literal["error", "note"]
 """error: a reader, a publisher or the collector trips over it. note: worth knowing, and no reason to act."""
 
-Action: TypeAlias = Literal["none", "folder", "tag", "damaged", "blocks", "parent", "mtime", "staging"]
+Action: TypeAlias = Literal["none", "folder", "tag", "damaged", "blocks", "parent", "mtime", "staging", "interval"]
 """What a repair may do. damaged, blocks, parent: set aside a file whose content is wrong; a manifest, if a block of it
-is still missing; a manifest, if what it continues is still missing."""
+is still missing; a manifest, if what it continues is still missing. interval: put first into kvstore.json."""
 
 Seen: TypeAlias = tuple[int, int, int, int]
 """Inode, size, mtime and ctime of a file when it was examined."""

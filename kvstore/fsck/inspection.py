@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 from kvstore.context import Context
 from kvstore.fsck.findings import Counts, Problem, Severity
+from kvstore.fsck.interval import judge_interval
 from kvstore.fsck.judging import Judge
 from kvstore.fsck.lineage import judge_lineage
 from kvstore.fsck.passes import Progress, read_folders, verify_blocks
@@ -40,6 +41,7 @@ class Inspection:
     def __init__(self, context: Context, grace_ns: int, jobs: int, progress: Progress, pause: Pause) -> None:
         self.counts = Counts()
         self._judge = Judge(context, grace_ns)
+        self._context = context
         self._layout = context.layout
         self._jobs = jobs
         self._progress = progress
@@ -71,6 +73,7 @@ class Inspection:
         self._pause("verified")
         self._judge_folders()
         self._judge_suspects()
+        judge_interval(self._context, judge.problems, len(self._nodes))
         judge_lineage(judge, self._nodes)
         self._count_unreachable()
         self._judge_future()

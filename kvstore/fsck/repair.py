@@ -19,6 +19,7 @@ from kvstore.commit import free_quarantine
 from kvstore.context import Context, Owner
 from kvstore.directory import CACHEDIR_TAG, write_file
 from kvstore.fsck.findings import Action, Problem
+from kvstore.fsck.interval import restore_interval
 from kvstore.fsck.lineage import names_there
 from kvstore.fsck.values import is_future, seen_of
 from kvstore.layout import NodeName
@@ -54,6 +55,8 @@ def repair(context: Context, problems: Sequence[Problem], settle_s: float, pause
         work.attempt(problem, work.make_folder)
     for problem in _of(problems, "tag"):
         work.attempt(problem, work.write_tag)
+    for problem in _of(problems, "interval"):
+        work.attempt(problem, lambda problem: restore_interval(context, problem))
     damaged = _of(problems, "damaged")
     if any(_is_recent(problem, context.clock()) for problem in damaged):
         time.sleep(settle_s)
