@@ -14,9 +14,10 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,8 @@ def weights_digest(folder: Path, pattern: str, memory: Memory) -> str:
     if total > _SAY_ABOVE:
         log.info("kvstore: reading %s of weights once to tell this model from others", format_size(total))
     if unread:
-        with ThreadPoolExecutor(_THREADS) as pool:
-            read = list(pool.map(_read, unread))
+        with _bar(total) as told, ThreadPoolExecutor(_THREADS) as pool:
+            read = list(pool.map(lambda file: _read(file, told), unread))
         memory.put(read)
         found.update(zip(unread, (digest for _, digest in read), strict=True))
     text = json.dumps([[file.name, found[file]] for file in files])
@@ -102,12 +103,33 @@ def _blob_name(file: Path) -> str | None:
     return blob.name if file.is_symlink() and blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name) else None
 
 
-def _read(file: Path) -> tuple[os.stat_result, str]:
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on the terminal where reading takes seconds; told how many more bytes were read, by any thread."""
+    if total <= _SAY_ABOVE:
+        yield lambda _: None
+        return
+    from kvstore.cli.common import bar  # noqa: PLC0415 - imports rich
+
+    done, lock = 0, threading.Lock()
+    with bar("reading the model's weights") as told:
+
+        def more(size: int) -> None:
+            nonlocal done
+            with lock:
+                done += size
+                told(done, total)
+
+        yield more
+
+
+def _read(file: Path, told: Callable[[int], None]) -> tuple[os.stat_result, str]:
     state = hashlib.sha256()
     with file.open("rb", buffering=0) as stream:
         status = os.fstat(stream.fileno())
         while chunk := stream.read(_READ):
             state.update(chunk)
+            told(len(chunk))
     return status, state.hexdigest()
 
 

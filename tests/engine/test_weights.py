@@ -26,9 +26,9 @@ def reads(monkeypatch):
     names: list[str] = []
     real = weights._read
 
-    def counted(file):
+    def counted(file, told):
         names.append(file.name)
-        return real(file)
+        return real(file, told)
 
     monkeypatch.setattr(weights, "_read", counted)
     return names
@@ -146,3 +146,26 @@ class TestParameters:
         whole = mx.arange(24).reshape(3, 8).astype(mx.float32)
         view = whole[:, ::2]
         assert self.digest(weight=view) == self.digest(weight=mx.contiguous(view))
+
+
+def test_a_bar_tells_how_much_was_read(tmp_path, memory, monkeypatch):
+    from contextlib import contextmanager
+
+    from kvstore.cli import common
+
+    told = []
+
+    @contextmanager
+    def bar(text):
+        assert "weights" in text
+        yield lambda done, total: told.append((done, total))
+
+    monkeypatch.setattr(common, "bar", bar)
+    monkeypatch.setattr(weights, "_READ", 1000)
+    folder = make(tmp_path / "a", model_1=bytes(2500), model_2=bytes(1500))
+    weights_digest(folder, "model*.safetensors", memory)
+    assert told == []  # that is read in no time
+    monkeypatch.setattr(weights, "_SAY_ABOVE", 100)
+    weights_digest(make(tmp_path / "b", model_1=bytes(2501), model_2=bytes(1501)), "model*.safetensors", memory)
+    assert max(told) == (4002, 4002)
+    assert {total for _, total in told} == {4002}
