@@ -18,7 +18,7 @@ from kvstore.states import Scalar
 from kvstore_mlx.buffers import DTYPES
 from kvstore_mlx.codecs import Codec, Snapshot, codec_of
 
-__all__ = ["Leaf", "Part", "Plan", "leaves_of", "unknown_classes"]
+__all__ = ["Leaf", "Part", "Plan", "Slot", "leaves_of", "unknown_classes"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,23 @@ class Part:
         return self.heads > 0 and 0 not in self.inner
 
 
+@dataclass(frozen=True)
+class Slot:
+    """One tensor of a boundary state. A size that depends on the tokens is None."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...]
+
+    def holds(self, array: Any) -> bool:
+        """Whether an array could be this one."""
+        return (
+            DTYPES.get(array.dtype) == self.dtype
+            and array.ndim == len(self.shape)
+            and all(size in {None, own} for size, own in zip(self.shape, array.shape, strict=True))
+        )
+
+
 def leaves_of(caches: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """Every cache that is not a list of others, with its name."""
     for number, cache in enumerate(caches):
@@ -70,11 +87,15 @@ def unknown_classes(caches: Sequence[Any]) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """The caches that make gives, as the store sees them."""
+    """The caches that make gives, as the store sees them.
+
+    slots: tensors of the state that a few tokens fill. What appears later (a group that closes, say) is not checked.
+    """
 
     make: Callable[[], list[Any]]
     leaves: tuple[Leaf, ...]
     parts: tuple[Part, ...]
+    slots: tuple[Slot, ...] = ()
 
     @staticmethod
     def of(make: Callable[[], list[Any]], filled: Sequence[Any]) -> Plan:
@@ -94,7 +115,14 @@ class Plan:
             for name, cache, codec in _with_codecs(filled)
             for row, array in zip(codec.rows, codec.arrays(cache), strict=True)
         ]
-        return Plan(make, tuple(leaves), tuple(parts))
+        slots = [
+            _slot(f"{name}.{key}", array, codec.token_axis)
+            for name, cache, codec in _with_codecs(filled)
+            if codec.stateful
+            for key, array in codec.snapshot(cache, None).tensors.items()
+            if array is not None
+        ]
+        return Plan(make, tuple(leaves), tuple(parts), tuple(slots))
 
     @property
     def stateful(self) -> bool:
@@ -116,6 +144,7 @@ class Plan:
         return {
             "caches": [[leaf.name, leaf.class_name, dict(leaf.config)] for leaf in self.leaves],
             "rows": [[part.name, part.dtype, part.heads, list(part.inner)] for part in self.parts],
+            "state": [[slot.name, slot.dtype, list(slot.shape)] for slot in self.slots],
         }
 
     def fits(self, caches: Sequence[Any]) -> bool:
@@ -156,7 +185,7 @@ class Plan:
         return min((extent[1] for extent in extents if extent is not None), default=None)
 
     def snapshot(self, caches: Sequence[Any], index: int | None) -> Snapshot:
-        """The state of one sequence of all caches, names prefixed with the cache's."""
+        """The state of one sequence, names prefixed with the cache's. ValueError when a tensor is not the plan's."""
         tensors: dict[str, Any] = {}
         values: dict[str, Scalar] = {}
         for name, cache, codec in self._match(caches):
@@ -164,10 +193,12 @@ class Plan:
                 own = codec.snapshot(cache, index)
                 tensors.update({f"{name}.{key}": tensor for key, tensor in own.tensors.items()})
                 values.update({f"{name}.{key}": value for key, value in own.values.items()})
+        self._check(tensors)
         return Snapshot(tensors, values)
 
     def rebuild(self, tokens: int, arrays: Mapping[str, Any], snapshot: Snapshot) -> list[Any]:
         """Caches that go on after these tokens; ValueError when what was read does not fit them."""
+        self._check(snapshot.tensors)
         caches = self.make()
         for leaf, (_, cache, codec) in zip(self.leaves, self._match(caches), strict=True):
             prefix = f"{leaf.name}."
@@ -175,6 +206,13 @@ class Plan:
             codec.rebuild(cache, tokens, [arrays[prefix + row] for row in codec.rows], own)
         self.starts(caches, None, tokens)
         return caches
+
+    def _check(self, tensors: Mapping[str, Any]) -> None:
+        """ValueError when a tensor of a state has another dtype or shape than this model's."""
+        for slot in self.slots:
+            array = tensors.get(slot.name)
+            if array is not None and not slot.holds(array):
+                raise ValueError(f"{slot.name} is {array.dtype}{list(array.shape)}, not {slot}")
 
     def _match(self, caches: Sequence[Any]) -> Iterator[tuple[str, Any, Codec]]:
         """Caches beside the leaves they belong to; ValueError when the engine holds other classes than it made."""
@@ -195,6 +233,16 @@ def _part(name: str, array: Any) -> Part:
     if array.dtype not in DTYPES or array.ndim < 4:
         raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, which cannot be cut by token")
     return Part(name, DTYPES[array.dtype], array.shape[1], tuple(array.shape[3:]))
+
+
+def _slot(name: str, array: Any, token_axis: int | None) -> Slot:
+    if array.dtype not in DTYPES:
+        raise ValueError(f"{name} is {array.dtype}, which cannot be saved")
+    return Slot(
+        name,
+        DTYPES[array.dtype],
+        tuple(None if axis == token_axis else size for axis, size in enumerate(array.shape)),
+    )
 
 
 def _below(mapping: Mapping[str, Any], prefix: str) -> dict[str, Any]:

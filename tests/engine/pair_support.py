@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from kvstore.manifest import decode
 INTERVAL = 128
 NO_MEMORY = ("--prompt-cache-size", "0")
 """mlx_lm.server keeps no prompts then: what is reused comes from disk, and the other server reuses nothing."""
+
+TOLERANCE = 2e-4
+"""What kernels may make of pieces of other lengths, in a log-probability."""
 
 
 class Pair:
@@ -30,6 +34,27 @@ class Pair:
         self.starts += 1
         flags = ("--kv-cache-dir", str(self.directory), "--kv-cache-interval", str(INTERVAL), "--log-level", "INFO")
         return Server(self.folder / f"{self.starts}.log", self.model, *NO_MEMORY, *flags).wait_ready()
+
+    def stop(self) -> None:
+        """Stop in order, and see that nothing of ours was logged that a user would have to read."""
+        assert self.server.stop() == 0
+        gone = re.findall(r"^(?:BrokenPipeError|ConnectionResetError)", self.server.log, re.MULTILINE)
+        assert self.server.log.count("Traceback") == len(gone), self.server.log
+        # (mlx_lm.server has warnings of its own.)
+        assert not [line for line in self.server.warnings if "kvstore" in line]
+
+    def restart(self) -> None:
+        """Another process on the same directory."""
+        self.stop()
+        self.server = self.start()
+
+    def close(self) -> None:
+        """End both."""
+        try:
+            self.stop()
+        finally:
+            self.server.kill()
+            self.plain.kill()
 
     def expected(self, request: dict[str, Any]) -> Answer:
         """What the plain server answers, asked once."""
@@ -68,6 +93,6 @@ class Pair:
 def assert_same(answer: Answer, expected: Answer) -> None:
     """The same tokens, and log-probabilities that differ by no more than kernels do for pieces of other lengths."""
     assert answer.ids == expected.ids
-    assert answer.logprobs == pytest.approx(expected.logprobs, abs=2e-4)
+    assert answer.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
     assert answer.choice["message"] == expected.choice["message"]
     assert answer.choice["finish_reason"] == expected.choice["finish_reason"]

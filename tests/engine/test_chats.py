@@ -49,8 +49,7 @@ def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chats")
     made = Pair(folder, str(make_family(folder / "thinker", "qwen3_5", template=TEMPLATE, special=THINK)))
     yield made
-    made.plain.kill()
-    made.server.kill()
+    made.close()
 
 
 def test_a_thinking_block_is_stripped_in_the_next_turn(pair):
@@ -97,11 +96,7 @@ def test_tools_and_their_results(pair):
 
 
 def test_after_a_restart(pair):
-    assert pair.server.stop() == 0
-    assert "Traceback" not in pair.server.log
-    # (mlx_lm.server has a warning of its own: no parser of tool calls belongs to this tokenizer.)
-    assert not [line for line in pair.server.warnings if "kvstore" in line]
-    pair.server = pair.start()
+    pair.restart()
     for request in ({"messages": [SYSTEM, QUESTION]}, {"messages": [SYSTEM, QUESTION], "tools": TOOLS}):
         answer = pair.ask(**request)
         assert answer.cached_tokens == answer.prompt_tokens - 1

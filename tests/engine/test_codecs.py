@@ -114,7 +114,7 @@ class TestRecurrent:
         return cache
 
     def plan(self, slots: int = 3) -> Plan:
-        return plan_of(lambda: [ArraysCache(slots)], lambda cache: cache.cache.__setitem__(0, mx.zeros((1, 4))))
+        return plan_of(lambda: [ArraysCache(slots)], lambda cache: None)
 
     def test_every_slot_comes_back(self):
         slots = [mx.array(np.arange(12, dtype=np.float32).reshape(1, 3, 4)), None, mx.ones((1, 2), mx.bfloat16)]

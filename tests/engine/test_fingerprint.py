@@ -89,7 +89,14 @@ def test_what_is_not_in():
     """The label is for people, and no path, host or port is asked for at all."""
     assert digest(label="another name") == digest()
     assert digest(identity={"model": "m"}) == digest()
-    assert set(describe({}, PLAN, VERSIONS, label="").description) == {"engine", "layout", "versions", "caches", "rows"}
+    assert set(describe({}, PLAN, VERSIONS, label="").description) == {
+        "engine",
+        "layout",
+        "versions",
+        "caches",
+        "rows",
+        "state",
+    }
 
 
 class TestFiles:

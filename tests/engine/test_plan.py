@@ -72,6 +72,59 @@ def test_another_shape_is_refused(plan):
         _ = Live(plan, caches, None, 8).rows
 
 
+class TestStates:
+    """Tensors of a boundary state have the dtype and the shape that the model gives them, but for its tokens."""
+
+    @staticmethod
+    def make() -> list:
+        return [RotatingKVCache(8), ArraysCache(2)]
+
+    def caches(self, tokens: int = 20, dtype=mx.float32, heads: int = 2, slot=(1, 4, 3)) -> list:
+        window, recurrent = self.make()
+        window.update_and_fetch(*(array.astype(dtype) for array in Feed(tokens, heads=heads).next(tokens)))
+        recurrent[1] = mx.zeros(slot, dtype)
+        return [window, recurrent]
+
+    @pytest.fixture
+    def plan(self) -> Plan:
+        return Plan.of(self.make, self.caches(3))
+
+    def test_the_rows_of_a_window_are_as_many_as_there_are_tokens(self, plan):
+        for tokens in (1, 7, 8, 300):
+            snapshot = plan.snapshot(self.caches(tokens), None)
+            assert plan.rebuild(tokens, {}, snapshot)
+
+    def test_what_a_short_pass_leaves_empty_is_not_checked(self, plan):
+        caches = self.caches()
+        caches[1][0] = mx.zeros((1, 9), mx.bfloat16)
+        caches[1][1] = None
+        assert plan.rebuild(20, {}, plan.snapshot(caches, None))
+
+    @pytest.mark.parametrize(
+        ("more", "text"),
+        [
+            ({"dtype": mx.bfloat16}, r"0.keys is mlx.core.bfloat16\[1, 2, 8, 32\]"),
+            ({"heads": 4}, r"0.keys is mlx.core.float32\[1, 4, 8, 32\]"),
+            ({"slot": (1, 4, 5)}, r"1.1 is mlx.core.float32\[1, 4, 5\]"),
+            ({"slot": (1, 12)}, r"1.1 is mlx.core.float32\[1, 12\]"),
+        ],
+        ids=["dtype", "heads", "size", "rank"],
+    )
+    def test_others_are_refused_at_save_and_at_restore(self, plan, more, text):
+        caches = self.caches(**more)
+        with pytest.raises(ValueError, match=text):
+            plan.snapshot(caches, None)
+        with pytest.raises(ValueError, match=text):
+            plan.rebuild(20, {}, Plan.of(self.make, caches).snapshot(caches, None))
+
+    def test_they_tell_namespaces_apart(self, plan):
+        others = [
+            Plan.of(self.make, self.caches(3, **more)).describe() for more in ({"dtype": mx.float16}, {"heads": 4})
+        ]
+        assert plan.describe() not in others
+        assert plan.describe() == Plan.of(self.make, self.caches(7)).describe()
+
+
 def test_other_classes_are_refused(plan):
     quantized = [cache.to_quantized(32, 8) for cache in filled(two(), 8)]
     for caches in (quantized, filled([KVCache()], 8), [*filled(two(), 8), KVCache()], [CacheList(*filled(two(), 8))]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,8 +182,15 @@ class TestForeignStates:
             ),
             lambda s: State(s.tensors, s.data, {**s.values, "0.offset": 199}),
             lambda s: State(s.tensors, s.data, {}),
+            lambda s: State([replace(t, dtype="I32") for t in s.tensors], s.data, s.values),
+            lambda s: State(
+                [replace(t, shape=(1, t.shape[1] * 2, t.shape[2], t.shape[3] // 2)) for t in s.tensors[:-1]]
+                + [s.tensors[-1]],
+                s.data,
+                s.values,
+            ),
         ],
-        ids=["a tensor less", "a cursor outside", "another offset", "no values"],
+        ids=["a tensor less", "a cursor outside", "another offset", "no values", "another dtype", "other heads"],
     )
     def test_is_a_miss(self, tmp_path, caplog, change):
         self.replaced(tmp_path, change, caplog)

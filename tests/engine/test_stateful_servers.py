@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from engine_support import wait_saved
 from model_support import make_family
-from pair_support import INTERVAL, Pair
+from pair_support import INTERVAL, TOLERANCE, Pair
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "short window": ("gemma3_text", {"sliding_window": 48}),
@@ -61,8 +61,7 @@ def models(folder) -> dict[str, str]:
 def pair(folder, models):
     made = Pair(folder, models["short window"])
     yield made
-    made.plain.kill()
-    made.server.kill()
+    made.close()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -96,11 +95,17 @@ def test_a_conversation(pair, models, name):
     assert alone.cached_tokens == alone.prompt_tokens - 1
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_the_first_character_matters(pair, models, name):
+    """The control: these models look at their whole prompt, so a prefix that is not the prompt's would show."""
+    asked = {"messages": messages(2, name), "model": models[name], "max_tokens": 2}
+    changed = [{**SYSTEM, "content": "Z" + SYSTEM["content"][1:]}, *messages(2, name)[1:]]
+    ours, theirs = pair.expected(asked), pair.expected({**asked, "messages": changed})
+    assert max(abs(a - b) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True)) > 20 * TOLERANCE
+
+
 def test_after_a_restart(pair, models):
-    assert pair.server.stop() == 0
-    assert "Traceback" not in pair.server.log
-    assert not pair.server.warnings
-    pair.server = pair.start()
+    pair.restart()
     for name, model in models.items():
         answer = pair.ask(messages=messages(2, name), model=model)
         assert answer.cached_tokens == answer.prompt_tokens - 1, name

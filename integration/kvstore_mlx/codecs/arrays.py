@@ -16,6 +16,7 @@ class Arrays:
 
     rows: tuple[str, ...] = ()
     stateful = True
+    token_axis: int | None = None
 
     def config(self, cache: Any) -> Mapping[str, Scalar]:
         """How many slots."""

@@ -34,6 +34,10 @@ class Codec(Protocol):
     def stateful(self) -> bool:
         """Whether there is anything else. Such a cache can only be resumed at a boundary state."""
 
+    @property
+    def token_axis(self) -> int | None:
+        """The axis of its state's tensors that is as long as tokens make it; None when every size is the model's."""
+
     def config(self, cache: Any) -> Mapping[str, Scalar]:
         """What was decided when the cache was made and must be equal to read another one's bytes."""
 

@@ -19,6 +19,7 @@ class Chunked:
 
     rows: tuple[str, ...] = ()
     stateful = True
+    token_axis: int | None = 2
 
     def config(self, cache: Any) -> Mapping[str, Scalar]:
         """The size of a chunk."""

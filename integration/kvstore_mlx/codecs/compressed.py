@@ -18,6 +18,7 @@ class Compressed:
 
     rows: tuple[str, ...] = ()
     stateful = True
+    token_axis: int | None = 1
 
     def config(self, cache: Any) -> Mapping[str, Scalar]:
         """The size of the window."""

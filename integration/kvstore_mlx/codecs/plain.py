@@ -16,6 +16,7 @@ class Plain:
 
     rows = ("keys", "values")
     stateful = False
+    token_axis: int | None = None
 
     def config(self, cache: Any) -> Mapping[str, Scalar]:
         """Nothing: its tensors say it all."""

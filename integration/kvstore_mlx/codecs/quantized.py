@@ -18,6 +18,7 @@ class Quantized:
 
     rows = tuple(f"{tensor}.{part}" for tensor in ("keys", "values") for part in _PARTS)
     stateful = False
+    token_axis: int | None = None
 
     def config(self, cache: Any) -> Mapping[str, Scalar]:
         """How many numbers share a scale, and the bits of each."""

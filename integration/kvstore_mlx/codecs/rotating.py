@@ -22,6 +22,7 @@ class Rotating:
 
     rows: tuple[str, ...] = ()
     stateful = True
+    token_axis: int | None = 2
 
     def config(self, cache: Any) -> Mapping[str, Scalar]:
         """The window, and how many first tokens never leave it."""
