@@ -10,7 +10,7 @@ import importlib
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -163,7 +163,10 @@ class Metrics:
         return wrote
 
     def watched(self, served: Served, responses: Iterator[Any]) -> Iterator[Any]:
-        """A request's responses, with the first token timed and all of them counted; on an HTTP thread."""
+        """A request's responses, with the first token timed and all of them counted; on an HTTP thread.
+
+        Closing this closes them.
+        """
         generated = 0
         try:
             for response in responses:
@@ -173,6 +176,8 @@ class Metrics:
                     self.seconds["prefill"].observe(served.prefill_s)
                 yield response
         finally:
+            if isinstance(responses, Generator):
+                responses.close()
             with self._lock:
                 self.totals.generated_tokens += generated
             self._count(generated_tokens=generated)

@@ -34,6 +34,7 @@ from kvstore_mlx.forms import ModelSpace
 from kvstore_mlx.generation import Run, answer
 from kvstore_mlx.housekeeping import Housekeeping
 from kvstore_mlx.live import ExtrasHook
+from kvstore_mlx.metrics import Fetched, Metrics, Served
 from kvstore_mlx.plan import Plan
 from kvstore_mlx.prefill import pieces, prefill
 from kvstore_mlx.recording import Recording
@@ -76,6 +77,7 @@ class Session:
         self._quantization = quantization
         self._extras = extras
         self._writer = None if store is None else Writer(Housekeeping(store, budget))
+        self._metrics = None if store is None else Metrics(store)
         self._phase = 0 if store is None else address_phase()
 
     @property
@@ -128,6 +130,7 @@ class Session:
                 extras=None if self._extras is None else self._extras.capture,
                 phase=self._phase,
             )
+        self._count(len(tokens), restored, recording)
         caches = self._make() if restored is None else restored.caches
         logits = None if restored is None else restored.logits
         run = Run(tokens, caches, logits, known, 0 if restored is None else restored.size, recording)
@@ -144,6 +147,18 @@ class Session:
             if recording is not None and len(tokens) >= MIN_TOKENS:
                 recording.finished(caches, len(tokens), tokens, logits=run.logits)
         return run
+
+    def _count(self, tokens: int, restored: Restored | None, recording: Recording | None) -> None:
+        """Count a prompt for ``kvstore stats``, and have it told what is written of it."""
+        if self._metrics is None:
+            return
+        if restored is None:
+            fetched = Fetched(tokens)
+        else:
+            fetched = Fetched(tokens, restored.tokens, "disk", restored.size, restore_s=restored.seconds)
+        wrote = self._metrics.fetched(fetched)
+        if recording is not None:
+            recording.on_written = wrote
 
     def finish(self, run: Run, tokens: Sequence[int]) -> None:
         """Save what was generated. tokens are the prompt and all tokens that were forwarded after it."""
@@ -193,7 +208,7 @@ class Session:
     ) -> Iterator[GenerationResponse]:
         """As mlx_lm.stream_generate. Responses count the whole prompt; cached_tokens of the run is not among them."""
         run = self.prefill(self.tokens_of(prompt), cuts)
-        yield from answer(
+        responses = answer(
             self._model,
             self._wrapped(),
             run,
@@ -203,6 +218,7 @@ class Session:
             quantization=self._quantization,
             finish=self.finish,
         )
+        yield from responses if self._metrics is None else self._metrics.watched(Served(), responses)
 
     def tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
         """A prompt as mlx_lm.stream_generate tokenizes it."""
@@ -224,6 +240,8 @@ class Session:
         """Write what is queued, then let the directory go."""
         if self._writer is not None:
             self._writer.close(timeout)
+        if self._metrics is not None:
+            self._metrics.close()
         if self._store is not None:
             self._store.close()
 

@@ -97,6 +97,41 @@ def test_a_request_that_never_got_to_its_lookup(metrics):
     assert list(metrics.watched(Served(), iter([1]))) == [1]
 
 
+def test_a_stream_that_is_cut_off_ends_what_it_came_from(metrics):
+    ended = []
+
+    def responses():
+        try:
+            yield from range(10)
+        finally:
+            ended.append(True)
+
+    watched = metrics.watched(Served(), responses())
+    next(watched)
+    watched.close()
+    assert ended == [True]
+    assert metrics.totals.generated_tokens == 1
+
+
+def test_a_session_counts_too(tiny_llama, tmp_path):
+    from mlx_lm import load
+
+    import kvstore_mlx
+
+    model, tokenizer = load(str(tiny_llama))
+    prompt = "explain why a cache must never lie. " * 8
+    for _ in range(2):
+        with kvstore_mlx.open(tmp_path / "kv", model, tokenizer, path=str(tiny_llama)) as cache:
+            generated = len(list(cache.stream_generate(prompt, max_tokens=4)))
+    with open_store(tmp_path / "kv", None) as store:
+        found = read_stats(store.context)
+    assert len(found.rows) == found.total("requests") == 2
+    assert found.total("disk_tokens") > 0
+    assert found.total("read_bytes") > 0
+    assert found.total("written_tokens") >= found.total("disk_tokens")
+    assert found.total("generated_tokens") == 2 * generated
+
+
 def test_what_was_counted_is_in_the_directory_after_the_end(metrics):
     metrics.fetched(Fetched(100, 60, "disk", 4096))(10, 20, 0.1)
     metrics.close()
