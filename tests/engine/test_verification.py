@@ -1,0 +1,134 @@
+"""Reading back what was just published: a lie turns caching off, what is gone does not, and no prefix is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from recording_support import INTERVAL, SPECS, FakeLive, fake_plan
+
+from kvstore import NamespaceInfo, Span, Store, pack_tokens
+from kvstore.manifest import decode
+from kvstore.states import State, StateTensor
+from kvstore_mlx.forms import Form
+from kvstore_mlx.housekeeping import Housekeeping
+from kvstore_mlx.verification import differs
+from kvstore_mlx.writer import Boundary, Job, Writer
+
+TOKENS = pack_tokens(range(1, 3 * INTERVAL + 1))
+
+
+@pytest.fixture
+def store(tmp_path):
+    with Store.open(tmp_path / "cache", interval=INTERVAL) as opened:
+        yield opened
+
+
+@pytest.fixture
+def form(store):
+    return Form(fake_plan(), store.namespace(NamespaceInfo({"model": "fake"})))
+
+
+def span(first: int, end: int) -> Span:
+    return Span(first, end - first, SPECS, FakeLive(end).copy(first, end))
+
+
+def publish(form: Form, *ends: int) -> Span:
+    first = 0
+    for end in ends:
+        last = span(first, end)
+        form.namespace.publish(TOKENS[: end * 4], [last])
+        first = end
+    return last
+
+
+def block_of(store: Store, form: Form, end: int) -> tuple[Path, int]:
+    """The last block of a prefix, and where its payload begins."""
+    match = form.namespace.lookup(TOKENS[: end * 4])
+    ref = decode(match.steps[-1].path.read_bytes()).blocks[-1]
+    return store.context.layout.block(ref.digest), ref.payload
+
+
+def change(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_what_is_there_is_what_was_written(form):
+    last = publish(form, INTERVAL, 2 * INTERVAL)
+    assert differs(form, TOKENS[: 8 * INTERVAL], last) == ""
+
+
+@pytest.mark.parametrize("where", ["first byte", "last byte"])
+def test_another_byte_of_its_data_is_told(store, form, where):
+    last = publish(form, INTERVAL)
+    path, payload = block_of(store, form, INTERVAL)
+    change(path, payload if where == "first byte" else -1)
+    assert "reads back as other bytes" in differs(form, TOKENS[: 4 * INTERVAL], last)
+
+
+def test_another_byte_of_its_header_is_told(store, form):
+    last = publish(form, INTERVAL)
+    path, payload = block_of(store, form, INTERVAL)
+    change(path, payload - 1)
+    assert "another name" in differs(form, TOKENS[: 4 * INTERVAL], last)
+
+
+def test_a_block_that_is_cut_is_told(store, form):
+    last = publish(form, INTERVAL)
+    path, _ = block_of(store, form, INTERVAL)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "other bytes" in differs(form, TOKENS[: 4 * INTERVAL], last)
+
+
+def test_what_was_collected_meanwhile_is_no_lie(form):
+    last = publish(form, INTERVAL)
+    form.namespace.lookup(TOKENS[: 4 * INTERVAL]).steps[-1].path.unlink()
+    assert differs(form, TOKENS[: 4 * INTERVAL], last) == ""
+
+
+def test_only_the_span_s_own_block_is_read(store, form):
+    """Damage before it is none of its business, and a long prefix must not be read into memory for it."""
+    last = publish(form, INTERVAL, 2 * INTERVAL)
+    path, _ = block_of(store, form, INTERVAL)
+    path.unlink()
+    assert differs(form, TOKENS[: 8 * INTERVAL], last) == ""
+
+
+def test_a_server_stops_caching_when_its_disk_lies(store, form, monkeypatch, caplog):
+    """One line, no exception, and nothing more is written into this namespace."""
+    state = State((StateTensor("x", "U8", (3,)),), [b"abc"], {"y": 1})
+    writer = Writer(Housekeeping(store, 1 << 30))
+    real = form.namespace.publish
+
+    def lying(tokens, spans):
+        published = real(tokens, spans)
+        path, payload = block_of(store, form, INTERVAL)
+        change(path, payload + 5)
+        return published
+
+    monkeypatch.setattr(form.namespace, "publish", lying)
+    failed = []
+    items = [span(0, INTERVAL), Boundary(INTERVAL, state)]
+    assert writer.offer(Job(form, TOKENS[: 4 * INTERVAL], items, lambda: failed.append(1)))
+    assert writer.drain(10)
+    assert failed == [1]
+    assert "reads back as other bytes" in form.trouble
+    assert caplog.text.count("caching is off for this model") == 1
+    assert writer.offer(Job(form, TOKENS[: 8 * INTERVAL], [span(INTERVAL, 2 * INTERVAL)], lambda: failed.append(2)))
+    assert writer.close(10)
+    assert failed == [1, 2]
+    assert form.namespace.lookup(TOKENS).count == INTERVAL
+
+
+def test_a_state_is_compared_too(store, form):
+    publish(form, INTERVAL)
+    tokens = TOKENS[: 4 * INTERVAL]
+    state = State((StateTensor("x", "F32", (2,)),), [np.ones(2, np.float32).tobytes()], {"y": 1, "z": None})
+    form.namespace.publish_state(tokens, state)
+    assert differs(form, tokens, state) == ""
+    other = State(state.tensors, [np.zeros(2, np.float32).tobytes()], state.values)
+    assert "another one than was written" in differs(form, tokens, other)
+    assert "another one than was written" in differs(form, tokens, State(state.tensors, state.data, {"y": 1}))
