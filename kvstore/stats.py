@@ -91,6 +91,7 @@ class StatsFile:
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._changed = False
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
 
     @property
     def path(self) -> Path:
@@ -105,16 +106,22 @@ class StatsFile:
             self._changed = True
 
     def flush(self, *, durable: bool = False) -> bool:
-        """Write the counters if they changed. False, and they are kept, when that cannot be done; never raises."""
-        with self._lock:
-            if not self._changed:
-                return True
-            row = Row(self._began, self._context.clock() // 10**9, dict(self._counts))
+        """Write the counters if they changed. False, and they are kept, when that cannot be done; never raises.
+
+        Whoever counts meanwhile does not wait for the disk.
+        """
+        with self._writing:
+            with self._lock:
+                if not self._changed:
+                    return True
+                row = Row(self._began, self._context.clock() // 10**9, dict(self._counts))
+                self._changed = False
             try:
                 put_file(self._durable if durable else self._context, self.path, [_encode({self._writer: row})])
             except (OSError, KVStoreError):
+                with self._lock:
+                    self._changed = True
                 return False
-            self._changed = False
             return True
 
     def close(self) -> None:

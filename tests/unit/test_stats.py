@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 from core_support import INFO, clone, open_store, prompt, spans
@@ -109,6 +109,39 @@ def test_threads_count_together(one):
 
 
 @dataclass(frozen=True)
+class Slow(FileSystem):
+    """A disk that has not written yet."""
+
+    reached: threading.Event = field(default_factory=threading.Event)
+    goes_on: threading.Event = field(default_factory=threading.Event)
+
+    def create(self, path):
+        self.reached.set()
+        assert self.goes_on.wait(30)
+        return super().create(path)
+
+
+def test_whoever_counts_does_not_wait_for_the_disk(one):
+    fs = Slow()
+    with open_store(one.path, None, fs) as store:
+        stats = StatsFile(store.context)
+        stats.add(requests=1)
+        flushing = threading.Thread(target=stats.flush)
+        flushing.start()
+        assert fs.reached.wait(30)
+        adding = threading.Thread(target=stats.add, kwargs={"requests": 1})
+        adding.start()
+        adding.join(30)
+        counted = not adding.is_alive()
+        fs.goes_on.set()
+        flushing.join()
+        adding.join()
+        stats.close()
+    assert counted
+    assert read_stats(one.context).total("requests") == 2
+
+
+@dataclass(frozen=True)
 class Full(FileSystem):
     """A disk on which nothing can be written."""
 
@@ -122,6 +155,7 @@ def test_a_full_disk_is_no_error_and_loses_nothing(one):
     for each in (stats, full):
         each.add(requests=3)
     assert not full.flush()
+    assert not full.flush()  # still to be written
     assert stats.flush()
     shutil.rmtree(one.path / "stats")
     stats.add(requests=1)
