@@ -189,7 +189,7 @@ def causes(texts: Texts, pairs: Sequence[Pair]) -> list[Cause]:
     if not found and _reordered(texts):
         found.append("tools")
     common = texts.whole or texts.before
-    if not _USER.search(common) and _SYSTEM.search(common):
+    if not found and not _USER.search(common) and _SYSTEM.search(common):
         found.append("system")
     return found
 

@@ -268,7 +268,7 @@ def test_both_texts_are_shown_below_each_other(tmp_path, model):
     assert snapshot(tmp_path / "s") == before
     document = invoke_json("why", tmp_path / "s", "--prompt", tmp_path / "prompt.txt", "--model", model)
     at = len(encode(model, SAVED.partition("Monday")[0]))
-    assert (document["matched"], document["end"], document["causes"]) == (at, "differs", ["date", "system"])
+    assert (document["matched"], document["end"], document["causes"]) == (at, "differs", ["date"])
     assert document["texts"]["saved"].startswith("Monday")
     assert document["texts"]["prompt"].startswith("Tuesday")
     assert document["window"]["before"] == encode(model, SAVED)[max(0, at - 48) : at]
