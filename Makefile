@@ -3,7 +3,7 @@
 
 PY := .venv/bin/python
 
-.PHONY: exactness help demo test soak reliability lint bench bench-quick setup clean
+.PHONY: exactness models help demo test soak reliability lint bench bench-quick setup clean
 
 help:
 	@echo "make demo    a coding-review conversation on a real model: disabled, first write, repeat, restart"
@@ -14,6 +14,7 @@ help:
 	@echo "make bench   every benchmark against the limit of this machine; BENCH='restore --help' for one of them"
 	@echo "make bench-quick  the core of them in less than five minutes: build/bench/quick.json"
 	@echo "make exactness  how much the pieces of a prefill matter on this machine: docs/exactness.md"
+	@echo "make models  every model family of mlx-lm, tiny, restored and compared: docs/models.md; MODELS=llama for one"
 	@echo "make clean   remove .venv and build"
 
 setup: .venv/.ready
@@ -48,6 +49,9 @@ bench-quick: .venv/.ready
 exactness: .venv/.ready
 	LD_PRELOAD="$$($(PY) tools/fast_blas.py)" $(PY) tools/exactness.py --page docs/exactness.md
 	LD_PRELOAD= $(PY) tools/exactness.py --page docs/exactness.md
+
+models: .venv/.ready
+	LD_PRELOAD="$$($(PY) tools/fast_blas.py)" $(PY) tools/models.py $(MODELS)
 
 clean:
 	rm -rf .venv build
