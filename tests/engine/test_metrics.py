@@ -7,7 +7,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count, pairwise
+from types import SimpleNamespace
 
 import pytest
 from core_support import open_store
@@ -16,7 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore import KVStoreError
 from kvstore.stats import read_stats
+from kvstore_mlx.boundaries import Saving
 from kvstore_mlx.metrics import BUCKETS, Fetched, Histogram, Metrics, Served
+from kvstore_mlx.tier import TieredPromptCache
 
 
 @pytest.fixture
@@ -251,6 +255,54 @@ def test_counts_survive_a_kill_and_a_restart(serve, tiny_llama, tmp_path):
         assert found.total("disk_tokens") == first.prompt_tokens - 1
         assert found.total("read_bytes") > 0
         assert len(found.rows) == 2
+
+
+def test_requests_at_once_get_their_own_figures(serve, tiny_llama, tmp_path):
+    flags = ("--kv-cache-dir", str(tmp_path / "kv"), "--kv-cache-min-tokens", "64", "--kv-cache-report")
+    server = serve(tiny_llama, *flags)
+    texts = ["why must a cache never lie? " * (3 + 2 * number) for number in range(6)]
+
+    def ask(text):
+        return server.chat([{"role": "user", "content": text}], max_tokens=4).body
+
+    with ThreadPoolExecutor(6) as pool:
+        for _ in range(2):
+            for body in pool.map(ask, texts):
+                assert body["kv_cache"]["prompt_tokens"] == body["usage"]["prompt_tokens"]
+                cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+                assert body["kv_cache"]["reused_tokens"] == cached
+                assert body["kv_cache"]["prefill_seconds"] > 0
+    assert len({len(text) for text in texts}) == 6
+
+
+def test_a_prompt_with_images_is_counted_by_its_tokens(tmp_path):
+    class OneModel:
+        phase = 0
+
+        def of(self, _model):
+            return SimpleNamespace(usable=[], stateful=False)
+
+    told = []
+    tier = TieredPromptCache(10, OneModel(), None, Saving())
+    tier.observe = told.append
+    assert tier.fetch_nearest_cache(("model", None, None), [5, -7, -7, 6]) == (None, [5, -7, -7, 6])
+    ((only),) = told
+    assert (only.tokens, only.reused, only.tier) == (4, 0, "none")
+
+
+def test_a_counter_that_fails_is_no_error_of_the_request(tmp_path):
+    class NoModel:
+        phase = 0
+
+        def of(self, _model):
+            return None
+
+    def broken(_fetched):
+        raise ZeroDivisionError
+
+    tier = TieredPromptCache(10, NoModel(), None, Saving())
+    tier.observe = broken
+    assert tier.fetch_nearest_cache(("model", None, None), [1, 2, 3]) == (None, [1, 2, 3])
 
 
 def test_health_says_why_a_cache_is_off(serve, tiny_llama, tmp_path):

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from core_support import SPECS, Memory, open_store, prompt
 
-from kvstore import NamespaceInfo, Span
+from kvstore import NamespaceInfo, Span, UnavailableError
 from kvstore.keys import pack_tokens
 from kvstore_mlx import writer as writer_module
 from kvstore_mlx.housekeeping import Housekeeping
@@ -96,6 +96,25 @@ def test_memory_is_given_back_span_by_span(writer, form, monkeypatch):
     assert writer.drain(30)
     assert len(lent) == 3
     assert lent[0] > lent[1] > lent[2]
+
+
+def test_trouble_is_what_became_of_the_last_write(writer, form, monkeypatch):
+    told = []
+    job = job_of(writer, form, 0, 20)
+    job.on_written = lambda tokens, size, seconds: told.append((tokens, size > 0, seconds > 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(form.namespace, "publish", lambda *_: (_ for _ in ()).throw(UnavailableError("the disk is full")))
+        assert writer.offer(job)
+        assert writer.drain(30)
+    assert writer.trouble == "not saved: the disk is full"
+    assert told == []
+    again = job_of(writer, form, 0, 20, 32)
+    again.on_written = job.on_written
+    assert writer.offer(again)
+    assert writer.drain(30)
+    assert writer.trouble == ""
+    assert told == [(20, True, True), (12, True, True)]
+    assert writer.queued == 0
 
 
 def test_a_refused_job_gives_its_memory_back(writer, form):
