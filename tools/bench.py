@@ -2,7 +2,7 @@
 
 Methods take turns, a warm-up is thrown away, medians stand beside minimum and maximum, and the raw values go into a
 JSON file with the conditions they were measured under. Without a subcommand all of them run but quick, which is a
-selection, and scale, which takes 17 GB of disk.
+selection, scale, which takes 17 GB of disk, and sustained, which needs recorded requests.
 """
 
 from __future__ import annotations
@@ -13,11 +13,18 @@ from pathlib import Path
 from types import ModuleType
 
 import bench_amplification
+import bench_blocks
+import bench_breakeven
+import bench_fsync
+import bench_gc
 import bench_lookup
+import bench_peers
+import bench_plot
 import bench_publish
 import bench_quick
 import bench_restore
 import bench_scale
+import bench_sustained
 import bench_tokens
 import bench_ttft
 from bench_machine import BenchError
@@ -30,10 +37,19 @@ SUBCOMMANDS: dict[str, ModuleType] = {
     "lookup": bench_lookup,
     "amplification": bench_amplification,
     "ttft": bench_ttft,
+    "break-even": bench_breakeven,
     "tokens": bench_tokens,
+    "fsync": bench_fsync,
+    "blocks": bench_blocks,
+    "gc": bench_gc,
+    "peers": bench_peers,
+    "sustained": bench_sustained,
     "quick": bench_quick,
     "scale": bench_scale,
 }
+
+
+_ASKED_FOR = {"quick", "scale", "sustained"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,22 +72,28 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command:
         return _run(options)
     for name in SUBCOMMANDS:
-        if name not in {"quick", "scale"} and (code := _run(made.parse_args([name]))):
+        if name not in _ASKED_FOR and (code := _run(made.parse_args([name]))):
             return code
     return 0
 
 
 def _run(options: argparse.Namespace) -> int:
     options.dir = Path(options.dir).absolute()
+    module = SUBCOMMANDS[options.command]
     try:
-        outcome = SUBCOMMANDS[options.command].run(options)
+        outcome = module.run(options)
     except (BenchError, KVStoreError) as error:
         print(f"bench {options.command}: {error}", file=sys.stderr)
         return 1
     except OSError as error:
         print(f"bench {options.command}: {error.filename or options.dir}: {error.strerror}", file=sys.stderr)
         return 1
-    emit(outcome, options.out or RESULTS / f"{options.command}.json")
+    path = options.out or RESULTS / f"{options.command}.json"
+    emit(outcome, path)
+    if hasattr(module, "panels") and (
+        line := bench_plot.draw(module.panels(outcome.document), path.with_suffix(".svg"))
+    ):
+        print(line)
     return 0
 
 

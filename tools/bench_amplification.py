@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 from bench_child import run_child
 from bench_kv import INFO, Payload, Shape, add_shape, shape_named, shape_of
-from bench_machine import BenchError, conditions, data_folder, need_disk
+from bench_machine import BenchError, conditions, data_folder, need_disk, written_by_this_process
 from bench_report import Outcome, table
 from kvstore import Store
 
@@ -131,7 +130,7 @@ def child(job: Mapping[str, Any]) -> dict[str, Any]:
     path = Path(job["store"])
     with Store.open(path) as store:
         writer = Writer(Housekeeping(store, 1 << 50))
-        before = _written_by_this_process()
+        before = written_by_this_process()
         end = 0
         for turn in conversation(job["turns"]):
             _request(store, writer, payload, turn, known=end)
@@ -139,7 +138,7 @@ def child(job: Mapping[str, Any]) -> dict[str, Any]:
         if not writer.close(600):
             raise BenchError("the disk was too slow to write the conversation in ten minutes")
         counted = store.counters.snapshot()
-        after = _written_by_this_process()
+        after = written_by_this_process()
         found = store.namespace(INFO).lookup(range(end)).count
         if found != end:
             raise AssertionError(f"only {found} of {end} tokens were saved")
@@ -184,11 +183,3 @@ def _request(store: Store, writer: Any, payload: Payload, turn: Turn, known: int
 def _steps(first: int, end: int) -> Iterator[int]:
     """Where the prefill of tokens first to end can be looked at."""
     return itertools.chain(range(first + _PREFILL_STEP, end, _PREFILL_STEP), (end,))
-
-
-def _written_by_this_process() -> int | None:
-    try:
-        match = re.search(r"^wchar: (\d+)$", Path("/proc/self/io").read_text(encoding="ascii"), re.MULTILINE)
-    except OSError:
-        return None
-    return int(match[1]) if match else None

@@ -32,6 +32,7 @@ __all__ = [
     "drop_page_cache",
     "need_disk",
     "need_memory",
+    "written_by_this_process",
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -205,3 +206,12 @@ class PeakMemory:
 def _status(field: str) -> int | None:
     match = re.search(rf"^{field}:\s+(\d+) kB", _read("/proc/self/status") or "", re.MULTILINE)
     return int(match[1]) * 1024 if match else None
+
+
+def written_by_this_process() -> int | None:
+    """Bytes that this process handed to the system so far; None where nothing tells."""
+    try:
+        match = re.search(r"^wchar: (\d+)$", Path("/proc/self/io").read_text(encoding="ascii"), re.MULTILINE)
+    except OSError:
+        return None
+    return int(match[1]) if match else None

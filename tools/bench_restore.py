@@ -20,7 +20,7 @@ from bench_stats import Sample, paired, rotated
 from kvstore import DEFAULT_INTERVAL
 from kvstore.sizes import format_size
 
-__all__ = ["HELP", "configure", "run", "tables"]
+__all__ = ["HELP", "KEEP_MEMORY", "configure", "run", "tables"]
 
 HELP = "restore of saved KV against raw reads, mlx-lm's load_prompt_cache and mx.load"
 
@@ -32,7 +32,7 @@ _MODULE = "bench_restore_methods"
 _COPIES = {"touched": 5.1, "fresh": 3.1}
 # MLX's CPU backend takes memory from malloc, and glibc's gives large blocks back to the system at once unless told to
 # keep them: then nothing would be touched memory but plain reads'. (Variables of other systems' malloc are ignored.)
-_KEEP_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 60)}
+KEEP_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 60)}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -115,7 +115,7 @@ def _measured(job: dict[str, Any], regime: str, options: argparse.Namespace) -> 
     if regime == "touched":
         for _ in range(options.processes):
             task = {**job, "task": regime, "methods": methods, "rounds": options.rounds}
-            result = run_child(_MODULE, task, _KEEP_MEMORY)
+            result = run_child(_MODULE, task, KEEP_MEMORY)
             for name, values in result["seconds"].items():
                 seconds[name] += values
             touched_new = max(touched_new, result["touched_new_bytes"])

@@ -1,0 +1,165 @@
+"""The benchmarks of issue 5's "also measured" on toys: what their files hold, and their arithmetic."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+
+import bench
+import bench_peers
+import bench_sustained
+from bench_breakeven import break_even
+from bench_peer_sqlite import SqliteBlocks
+
+TOY = ["--layers", "2", "--heads", "2", "--dim", "16"]
+
+
+def run(tmp_path, *arguments):
+    """The JSON file of one subcommand."""
+    out = tmp_path / "out.json"
+    assert bench.main([*arguments, "--dir", str(tmp_path / "data"), "--out", str(out)]) == 0
+    return json.loads(out.read_text())
+
+
+def test_break_even_is_where_the_lines_cross():
+    lengths = [64, 128, 256]
+    assert break_even(lengths, [1, 2, 4], [2, 2, 2]) == 128 + 128 * 0 / 2
+    assert break_even(lengths, [1, 3, 4], [2, 2, 2]) == 96
+    assert break_even(lengths, [1, 2, 4], [0, 1, 2]) == 64
+    assert break_even(lengths, [1, 1, 1], [2, 2, 2]) is None
+    # One lucky measurement in between is not where it begins to pay.
+    assert break_even(lengths, [3, 1, 4], [2, 2, 2]) == 128 + 128 * 1 / 3
+
+
+def test_break_even_runs(tmp_path):
+    pytest.importorskip("mlx_lm")
+    document = run(tmp_path, "break-even", "--model", "tiny", "--lengths", "64,256", "--rounds", "1")
+    found = document["models"]["tiny"]
+    assert found["lengths"] == [64, 256]
+    assert found["restored_bytes"]["256"] == 256 * 4096 + found["restored_bytes"]["64"] - 64 * 4096
+    assert all(found["over_floor"][length]["n"] == 1 for length in ("64", "256"))
+    assert found["disagreed"] == 0
+
+
+def test_fsync_runs(tmp_path):
+    pytest.importorskip("mlx_lm")
+    document = run(tmp_path, "fsync", *TOY, "--counts", "64", "--rounds", "2")
+    assert set(document["seconds"]) == {"none", "barrier", "full", "raw", "raw_synced"}
+    assert set(document["over_none"]) == {"barrier", "full"}
+    assert document["seconds"]["none"]["64"]["n"] == 2
+
+
+def test_blocks_runs_and_refuses_what_is_no_multiple(tmp_path, capsys):
+    pytest.importorskip("mlx_lm")
+    lengths = ["--tokens", "512", "--lookup-tokens", "2048", "--rounds", "1"]
+    document = run(tmp_path, "blocks", *TOY, "--intervals", "256", *lengths)
+    assert set(document["seconds"]) == {"restore", "raw", "publish_none", "publish_barrier", "lookup"}
+    assert all(each["256"]["n"] == 1 for each in document["seconds"].values())
+    assert bench.main(["blocks", "--tokens", "300", "--dir", str(tmp_path / "data")]) == 1
+    assert "multiples of every interval" in capsys.readouterr().err
+
+
+def test_gc_removes_half(tmp_path):
+    document = run(tmp_path, "gc", "--nodes", "64", "--depth", "4", "--rounds", "1")
+    (files,) = document["files"]["64"]
+    assert files == 2 * 32
+    assert set(document["seconds"]["64"]) == {"look", "plan", "remove"}
+
+
+def test_peers_load_what_they_saved_and_who_is_missing_has_a_row(tmp_path, monkeypatch):
+    pytest.importorskip("mlx_lm")
+    monkeypatch.setattr(bench_peers, "_version", lambda name, _: None if name in {"lmcache", "diskcache"} else "1")
+    chosen = ["kvstore", "raw", "mlx_lm", "sqlite", "safetensors_mlx", "diskcache", "lmcache"]
+    lengths = ["--tokens", "1024", "--step", "512", "--rounds", "1"]
+    document = run(tmp_path, "peers", *TOY, *lengths, *(f"--peer={name}" for name in chosen))
+    assert document["missing"] == ["diskcache", "lmcache"]
+    (made,) = bench_peers.tables(document)
+    assert list(made.columns[1].cells).count("not installed") == 2
+    size = document["payload_bytes"]
+    written = {name: each["written"]["median"] / size for name, each in document["results"].items()}
+    assert set(written) == set(chosen) - {"diskcache", "lmcache"}
+    # Who cannot add to a file writes half of the conversation twice.
+    for name in ("mlx_lm", "sqlite", "safetensors_mlx"):
+        assert 1.5 <= written[name] < 2
+    assert 1 <= written["raw"] < 1.1
+    assert 1 <= written["kvstore"] < 1.4
+    assert set(document["kvstore_faster"]["load"]) == set(written) - {"kvstore"}
+
+
+def test_diskcache_loads_what_it_saved(tmp_path):
+    pytest.importorskip("mlx_lm")
+    pytest.importorskip("diskcache")
+    lengths = ["--tokens", "512", "--step", "256", "--rounds", "1"]
+    document = run(tmp_path, "peers", *TOY, *lengths, "--peer", "diskcache")
+    assert document["results"]["diskcache"]["load"]["n"] == 1
+    assert "kvstore_faster" not in document
+
+
+def test_steps_that_mlx_lm_would_pad_are_refused(tmp_path, capsys):
+    assert bench.main(["peers", "--step", "100", "--tokens", "200", "--dir", str(tmp_path)]) == 1
+    assert "of 256" in capsys.readouterr().err
+
+
+def test_the_sqlite_peer_finds_what_it_published_and_nothing_else(tmp_path):
+    mx = pytest.importorskip("mlx.core")
+    blocks = SqliteBlocks(tmp_path, ["a", "b"], block_tokens=4)
+    arrays = [mx.arange(20).reshape(1, 2, 10, 1), mx.arange(20, 40).reshape(1, 2, 10, 1)]
+    blocks.publish(range(6), [array[..., :6, :] for array in arrays])
+    before = {path.name: path.stat().st_ino for path in tmp_path.glob("*.safetensors")}
+    blocks.publish(range(10), arrays)
+    found = SqliteBlocks(tmp_path, ["a", "b"], block_tokens=4).load(range(10))
+    assert all(mx.array_equal(one, two) for one, two in zip(found, arrays, strict=True))
+    # The design that it stands for: the first block was serialised again. (The old tail is left to be evicted.)
+    after = {path.name: path.stat().st_ino for path in tmp_path.glob("*.safetensors")}
+    assert sum(after[name] != before[name] for name in before) == 1
+    with pytest.raises(KeyError):
+        blocks.load([1, *range(9)])
+
+
+@pytest.fixture
+def traces(tmp_path):
+    """Two sessions of three requests; the first grows, the second is the same twice."""
+    made = [
+        {
+            "session": 0,
+            "block_tokens": 64,
+            "requests": [[0, 6400, 1, 0, list(range(100))], [5, 7040, 1, 100, [7] * 10]],
+        },
+        {"session": 1, "block_tokens": 64, "requests": [[1, 6400, 1, 0, list(range(100))], [9, 6400, 1, 100, []]]},
+    ]
+    with gzip.open(tmp_path / bench_sustained.AGENT, "wt") as file:
+        file.writelines(json.dumps(session) + "\n" for session in made)
+    return tmp_path
+
+
+def test_equal_recorded_blocks_are_equal_letters_of_their_session(traces):
+    first, other, longer, again = bench_sustained.prompts(traces, 2, 2, 4096)
+    if not longer.startswith(first):
+        first, other = other, first
+    assert longer.startswith(first)
+    assert other == again
+    assert len(first) == 200
+    assert len(longer) == 220
+    assert longer[200:] == longer[200:202] * 10
+    assert other[:64] != first[:64]
+    assert {len(prompt) for prompt in bench_sustained.prompts(traces, 2, 2, 64)} == {64}
+
+
+def test_sustained_runs(traces):
+    pytest.importorskip("mlx_lm")
+    document = run(traces, "sustained", "--traces", str(traces), "--minutes", "5", "--lanes", "2")
+    found = document["requests"]
+    assert {len(values) for values in found.values()} == {4}
+    assert found["cached_tokens"][3] >= 128
+    assert found["cached_tokens"][0] == 0
+    assert found["resident_bytes"][0] > 0
+    assert sum(each["n"] for each in bench_sustained.windows(document)) == 4
+    assert found["written_bytes"] == sorted(found["written_bytes"])
+
+
+def test_sustained_needs_a_trace(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("KVSTORE_TRACES", raising=False)
+    assert bench.main(["sustained", "--dir", str(tmp_path)]) == 1
+    assert "docs/admission.md" in capsys.readouterr().err

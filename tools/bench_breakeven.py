@@ -1,0 +1,277 @@
+"""`bench break-even`: time to the first token against the length of the prompt, and from where on restoring pays.
+
+Two processes in turns, each with the model newly loaded: one has no cache directory and computes every prompt; the
+other restores it from files, saved by a process before it, and computes one token more, as the next request of a
+conversation does. Nothing of a prompt is in any memory but the page cache. Beside each restore stands what it cannot
+go below: a plain read of the same files and one decode step.
+
+The adapter's own gate (--kv-cache-min-tokens auto) is not in the way: the length from which restoring pays is looked
+for, not used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import make_smollm2
+from bench_child import run_child
+from bench_machine import BenchError, OtherWork, conditions, data_folder, need_disk
+from bench_plot import Line, Panel
+from bench_report import Outcome, count_list, table
+from bench_servers import TINY_LLAMA
+from bench_stats import Sample, paired, rotated
+from demo import MODEL
+from fast_blas import find, preload_env
+
+__all__ = ["HELP", "break_even", "child", "configure", "panels", "run", "tables"]
+
+HELP = "time to the first token by prompt length, and the length from which restoring pays"
+
+MODELS = {"tiny": f"a llama of {TINY_LLAMA['num_hidden_layers']} layers", "smollm2": "SmolLM2-135M-Instruct"}
+_MODES = ("disabled", "restored")
+_TOKEN_BYTES = {"tiny": 4 << 10, "smollm2": 46 << 10}
+_STEPS = 9
+"""Decode steps whose median is the time of one."""
+_VOCABULARY = 250
+_WARM_UP_TOKENS = 300
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Options of this subcommand."""
+    parser.add_argument("--model", choices=MODELS, action="append", help="only this one (default: both)")
+    parser.add_argument(
+        "--lengths",
+        type=count_list,
+        default=[64, 128, 256, 512, 1024, 2048, 4096, 8192],
+        help="tokens of a prompt (default: 64 to 8192, doubling)",
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="processes of each kind, tiny llama (default: 7)")
+    parser.add_argument(
+        "--smollm2-longest", type=int, default=1024, help="longest prompt with SmolLM2 (default: 1024: it is slow)"
+    )
+    parser.add_argument("--smollm2-rounds", type=int, default=3, help="the same with SmolLM2 (default: 3)")
+
+
+def run(options: argparse.Namespace) -> Outcome:
+    """Measure one model after the other."""
+    document: dict[str, Any] = {
+        "command": "break-even",
+        "conditions": conditions(options.dir.parent),
+        "page_cache": "warm",
+        "blas": str(find() or "MLX's own"),
+        "models": {},
+    }
+    for name in options.model or list(MODELS):
+        lengths = sorted(options.lengths)
+        rounds = options.rounds
+        if name == "smollm2":
+            lengths = [length for length in lengths if length <= options.smollm2_longest]
+            rounds = options.smollm2_rounds
+        with data_folder(options.dir, keep=options.keep) as folder:
+            need_disk(folder, 2 * _TOKEN_BYTES[name] * sum(lengths))
+            document["models"][name] = _measured(name, folder, lengths, rounds)
+    return Outcome(document, tables(document))
+
+
+def _measured(name: str, folder: Path, lengths: list[int], rounds: int) -> dict[str, Any]:
+    job: dict[str, Any] = {"model": str(_model(name, folder)), "store": str(folder / "store"), "lengths": lengths}
+    blas = {"LD_PRELOAD": preload_env({}).get("LD_PRELOAD", "")}
+    run_child("bench_breakeven", {**job, "task": "save"}, blas)
+    other = OtherWork()
+    found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in _MODES}
+    for turn in range(rounds):
+        for mode in rotated(_MODES, turn):
+            found[mode].append(run_child("bench_breakeven", {**job, "task": mode, "turn": turn}, blas))
+    seconds = {
+        mode: {str(length): [each["seconds"][str(length)] for each in results] for length in lengths}
+        for mode, results in found.items()
+    }
+    floor = {
+        str(length): [each["raw"][str(length)] + each["step"][str(length)] for each in found["restored"]]
+        for length in lengths
+    }
+    medians = [[Sample.of(seconds[mode][str(length)]).median for length in lengths] for mode in _MODES]
+    return {
+        "lengths": lengths,
+        "cores_used_by_others": other.cores(),
+        "restored_bytes": found["restored"][0]["bytes"],
+        "seconds": {
+            mode: {length: Sample.of(values).document() for length, values in each.items()}
+            for mode, each in seconds.items()
+        },
+        "over_disabled": {
+            str(length): paired(seconds["restored"][str(length)], seconds["disabled"][str(length)]).document()
+            for length in lengths
+        },
+        "floor_seconds": {length: Sample.of(values).document() for length, values in floor.items()},
+        "over_floor": {
+            length: paired(seconds["restored"][length], floor[length]).document() for length in map(str, lengths)
+        },
+        "break_even_tokens": break_even(lengths, *medians),
+        "disagreed": sum(one["first_token"] != two["first_token"] for one, two in zip(*found.values(), strict=True)),
+    }
+
+
+def break_even(lengths: Sequence[int], disabled: Sequence[float], restored: Sequence[float]) -> float | None:
+    """The shortest length from which on restoring is the faster one, at every longer one that was measured too.
+
+    Between two measured lengths it is where straight lines cross. The shortest measured length says no more than that
+    it pays there already; None when it does not pay at the longest.
+    """
+    pays = [fast < slow for fast, slow in zip(restored, disabled, strict=True)]
+    if not pays[-1]:
+        return None
+    first = len(pays) - next((at for at, paid in enumerate(reversed(pays)) if not paid), len(pays))
+    if first == 0:
+        return float(lengths[0])
+    before, after = (restored[at] - disabled[at] for at in (first - 1, first))
+    return lengths[first - 1] + (lengths[first] - lengths[first - 1]) * before / (before - after)
+
+
+def _model(name: str, folder: Path) -> Path:
+    if name == "tiny":
+        run_child("bench_servers", {"folder": str(folder / "model")})
+        return folder / "model"
+    try:
+        make_smollm2.make(MODEL, None)
+    except make_smollm2.ToolError as error:
+        raise BenchError(str(error)) from None
+    return MODEL
+
+
+def child(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Save all prompts, or measure each of them once."""
+    from mlx_lm import load  # noqa: PLC0415 - imports the engine
+
+    import kvstore_mlx  # noqa: PLC0415 - as above
+
+    model = load(job["model"])[0]
+    directory = None if job["task"] == "disabled" else job["store"]
+    with kvstore_mlx.open(directory, model, path=job["model"]) as session:
+        if job["task"] == "save":
+            for length in job["lengths"]:
+                session.prefill(_prompt(length))
+                session.flush()
+            # What is compared begins with the model's first use behind it, on a prompt that no other begins like.
+            session.prefill(_prompt(_WARM_UP_TOKENS))
+            session.flush()
+            return {}
+        _first_token(session, [*_prompt(_WARM_UP_TOKENS), 1])
+        session.flush()
+        return _timed(model, session, job)
+
+
+def _prompt(length: int) -> list[int]:
+    """Tokens of which a prompt of another length shares one or two at most, too few to restore."""
+    rng = random.Random(length)  # noqa: S311 - any tokens will do
+    return [rng.randrange(1, _VOCABULARY) for _ in range(length)]
+
+
+def _best(logits: Any) -> int:
+    import mlx.core as mx  # noqa: PLC0415
+
+    best: Any = mx.argmax(logits).item()
+    return int(best)
+
+
+def _first_token(session: Any, tokens: list[int]) -> tuple[float, int, Any]:
+    started = time.perf_counter()
+    run = session.prefill(tokens)
+    token = _best(run.logits)
+    return time.perf_counter() - started, token, run
+
+
+def _timed(model: Any, session: Any, job: Mapping[str, Any]) -> dict[str, Any]:
+    import mlx.core as mx  # noqa: PLC0415
+
+    result: dict[str, Any] = {"seconds": {}, "first_token": {}, "step": {}, "raw": {}, "bytes": {}}
+    for length in rotated(list(map(str, job["lengths"])), job["turn"]):
+        # Another token after the saved ones each time: the end of an earlier round is no part of this one.
+        tokens = [*_prompt(int(length)), 1 + job["turn"]]
+        seconds, token, run = _first_token(session, tokens)
+        if job["task"] == "restored" and run.cached_tokens != int(length):
+            raise AssertionError(f"{run.cached_tokens} of {length} tokens were restored")
+        result["seconds"][length], result["first_token"][length] = seconds, token
+        result["bytes"][length] = run.restored_bytes
+        steps = []
+        for _ in range(_STEPS):
+            started = time.perf_counter()
+            token = _best(model(mx.array([[token]]), cache=run.caches)[0, -1])
+            steps.append(time.perf_counter() - started)
+        result["step"][length] = statistics.median(steps)
+        session.flush()
+        if job["task"] == "restored":
+            result["raw"][length] = _raw(Path(job["store"]), run.restored_bytes)
+    return result
+
+
+def _raw(store: Path, size: int) -> float:
+    """Seconds to read so many bytes of blocks with plain preadv, once the memory for them has been touched."""
+    memory = bytearray(size)
+    seconds = 0.0
+    for _ in range(2):
+        at = 0
+        seconds = 0.0
+        for path in sorted((store / "objects" / "blocks").rglob("*"), key=lambda path: -path.stat().st_size):
+            if at == size or not path.is_file():
+                continue
+            started = time.perf_counter()
+            fd = os.open(path, os.O_RDONLY)
+            view = memoryview(memory)[at:]
+            offset = 0
+            while view.nbytes and (got := os.preadv(fd, [view], offset)):
+                view, offset, at = view[got:], offset + got, at + got
+            os.close(fd)
+            seconds += time.perf_counter() - started
+    return seconds
+
+
+def tables(document: dict[str, Any]) -> list[Any]:
+    """What the file says, for people."""
+    return [_table(document, name, found) for name, found in document["models"].items()]
+
+
+def _table(document: dict[str, Any], name: str, found: dict[str, Any]) -> Any:
+    rows = []
+    for length in map(str, found["lengths"]):
+        samples = [Sample.of(found["seconds"][mode][length]["values"]) for mode in _MODES]
+        over = [Sample.of(found[key][length]["values"]).text(1, 3) for key in ("over_disabled", "over_floor")]
+        rows.append([length, *(sample.text(1e3, 1) for sample in samples), *over])
+    even = found["break_even_tokens"]
+    shortest = found["lengths"][0]
+    pays = "restoring does not pay at any length" if even is None else f"restoring pays from {even:.0f} tokens on"
+    if even == shortest:
+        pays = f"restoring pays at {shortest} tokens, the shortest, already"
+    others = found["cores_used_by_others"]
+    return table(
+        f"time to the first token by length, {MODELS[name]}: {pays}",
+        ["saved tokens", "disabled ms", "restored ms", "restored over disabled", "over raw read + one step"],
+        rows,
+        f"n = {found['seconds']['disabled'][str(shortest)]['n']} fresh processes each, median (min to max), page cache "
+        f"{document['page_cache']}, BLAS: {Path(document['blas']).name}, "
+        f"other processes used {'?' if others is None else f'{others:.2f}'} cores",
+    )
+
+
+def panels(document: dict[str, Any]) -> list[Panel]:
+    """The curves."""
+    made = []
+    for name, found in document["models"].items():
+        lines = [
+            Line.of(
+                mode,
+                found["lengths"],
+                [Sample.of(found["seconds"][mode][str(length)]["values"]) for length in found["lengths"]],
+                1e3,
+            )
+            for mode in _MODES
+        ]
+        made.append(Panel(MODELS[name], "tokens of the prompt", "ms to the first token", lines, True, True))
+    return made
