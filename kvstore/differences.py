@@ -73,6 +73,9 @@ _WORD = re.compile(r"\w+")
 _NEAR = 24
 """Characters before and after a difference in which a date is looked for."""
 
+_LEAD = 4
+"""Tokens before a text that is decoded; a character has no more."""
+
 _SAME_WORDS = 0.9
 """Share of words that two texts have in common when they are the same in another order."""
 
@@ -113,7 +116,8 @@ def texts_of(decode: Decode, before: Sequence[int], saved: Sequence[int], prompt
 
 
 def _after(decode: Decode, before: Sequence[int], tokens: Sequence[int]) -> str:
-    return "".join(pieces(decode, tokens, before))
+    lead = list(before)[-_LEAD:]
+    return decode([*lead, *tokens])[len(decode(lead)) if lead else 0 :]
 
 
 def pieces(decode: Decode, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
@@ -121,7 +125,7 @@ def pieces(decode: Decode, tokens: Sequence[int], before: Sequence[int] = ()) ->
 
     Tokens are decoded behind a few others, because some tokenizers drop a space at the beginning.
     """
-    lead = list(before)[-4:]
+    lead = list(before)[-_LEAD:]
     done = decode(lead) if lead else ""
     found = []
     for end in range(1, len(tokens) + 1):

@@ -23,7 +23,7 @@ __all__ = ["Explainer", "clause", "nearest_of"]
 log = logging.getLogger("kvstore")
 
 _WINDOW = 40
-_LOOKED_AT = 256
+_LOOKED_AT = 2048
 _WIDTH = 100
 
 _ENDS = 2048

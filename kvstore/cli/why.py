@@ -39,8 +39,8 @@ _SHORT_ID = 12
 WINDOW = 48
 """Tokens shown on each side of the difference."""
 
-LOOKED_AT = 512
-"""Tokens after the difference in which causes are looked for: a few tools, or a whole thought."""
+LOOKED_AT = 2048
+"""Tokens after the difference in which causes are looked for: a dozen tools, or a whole thought."""
 
 
 @app.command()

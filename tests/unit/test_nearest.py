@@ -152,7 +152,7 @@ def test_work_is_bounded_whatever_is_saved(tmp_path):
     assert fs.calls == {"list": 1, "stat": MAX_STATS, "read": MAX_OPENED}
 
 
-def test_a_comparison_takes_less_than_a_millisecond(tmp_path):
+def test_a_quick_look_takes_less_than_a_millisecond(tmp_path):
     space = open_store(tmp_path / "cache", interval=2048).namespace(INFO)
     tokens = prompt(2048)
     for seed in range(100):
@@ -162,7 +162,7 @@ def test_a_comparison_takes_less_than_a_millisecond(tmp_path):
     times = []
     for _ in range(50):
         started = time.perf_counter()
-        nearest(match)
+        assert quickly(match, pack_tokens(tokens)) is not None
         times.append(time.perf_counter() - started)
     assert min(times) < 1e-3
 
@@ -286,6 +286,20 @@ def test_a_chat_request_is_rendered_by_the_models_template(tmp_path, model):
     document = invoke_json("why", tmp_path / "s", "--prompt", tmp_path / "request.json", "--model", model)
     assert document["matched"] == len(encode(model, SAVED.partition("Hello")[0] + "Hello"))
     assert document["texts"]["prompt"].startswith(" there<|im_end|>")
+
+
+def test_tools_in_another_order_are_recognised_however_long(tmp_path, model):
+    tools = [
+        {"name": f"tool_{i}", "description": f"It does thing {i}. " * 3, "parameters": {"path": "x"}} for i in range(12)
+    ]
+    head = "<|im_start|>system\nTools: "
+    save(tmp_path / "s", encode(model, head + json.dumps(tools)), interval=2048)
+    (tmp_path / "prompt").write_text(head + json.dumps(tools[::-1]))
+    document = invoke_json("why", tmp_path / "s", "--prompt", tmp_path / "prompt", "--model", model)
+    assert document["causes"] == ["tools"]
+    (tmp_path / "prompt").write_text(head + json.dumps(tools, sort_keys=True))
+    document = invoke_json("why", tmp_path / "s", "--prompt", tmp_path / "prompt", "--model", model)
+    assert document["causes"] == ["tools"]
 
 
 def test_tokens_need_no_tokenizer(tmp_path):
