@@ -151,8 +151,10 @@ def copy_whole(array: Any) -> memoryview:
     return np.frombuffer(view.cast("B"), dtype=np.uint8).copy().data
 
 
-def has_non_finite(data: Any, dtype: str) -> bool:
+def has_non_finite(data: Any, dtype: str, *, but_minus: bool = False) -> bool:
     """Whether bytes of a floating-point dtype hold NaN or infinity: the exponent is then all ones.
+
+    but_minus: minus infinity is allowed.
 
     Integers on purpose: numpy has no bfloat16, and this runs off the generation thread, where MLX must not be used.
     """
@@ -166,6 +168,8 @@ def has_non_finite(data: Any, dtype: str) -> bool:
         return False
     unsigned, exponent = kinds[dtype]
     words = np.frombuffer(data, dtype=unsigned)
+    if but_minus:
+        words = words[words != exponent | 1 << 8 * words.itemsize - 1]
     # In pieces, so that what is made on the way stays small and in the processor's cache.
     return any((words[at : at + _PIECE] & exponent).max() == exponent for at in range(0, words.size, _PIECE))
 

@@ -22,6 +22,7 @@ from kvstore.states import State
 from kvstore_mlx.buffers import address_phase, has_non_finite
 from kvstore_mlx.forms import Form
 from kvstore_mlx.housekeeping import Housekeeping, Refusal
+from kvstore_mlx.live import LOGITS
 from kvstore_mlx.pool import Loan, Pool
 from kvstore_mlx.verification import differs
 
@@ -248,7 +249,13 @@ class Writer:
 
 def _has_non_finite(item: Span | Boundary) -> bool:
     if isinstance(item, Span):
-        dtypes, data = [spec.dtype for spec in item.specs], item.data
+        names, dtypes = [spec.name for spec in item.specs], [spec.dtype for spec in item.specs]
+        data = item.data
     else:
-        dtypes, data = [tensor.dtype for tensor in item.state.tensors], item.state.data
-    return any(has_non_finite(part, dtype) for part, dtype in zip(data, dtypes, strict=True))
+        names, dtypes = [tensor.name for tensor in item.state.tensors], [tensor.dtype for tensor in item.state.tensors]
+        data = item.state.data
+    # Some families forbid tokens by logits of minus infinity.
+    return any(
+        has_non_finite(part, dtype, but_minus=name == LOGITS)
+        for name, dtype, part in zip(names, dtypes, data, strict=True)
+    )
