@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from family_runs import STEP, Uninterrupted, tokens_of
-from family_scenarios import ANSWER, INTERVAL, PROMPT, SHORT, Outcome
+from family_scenarios import ANSWER, INTERVAL, PROMPT, SHORT, Outcome, cuts_of, stateful_of
 from kvstore.fs import Durability
 from kvstore.store import Store
 from kvstore_mlx.boundaries import Saving
@@ -50,9 +51,12 @@ def batchable(model: Any) -> bool:
 def batch(row: str, model: Any, directory: Path) -> Outcome:
     """Tokens of four prompts together: with everything saved, and with everything restored, as of each prompt alone."""
     outcome = Outcome()
-    alone = [Uninterrupted(model).prefill(prompt, []).answer(ANSWER).tokens for prompt in PROMPTS]
+    stateful = stateful_of(model, row)
+    alone = [
+        Uninterrupted(model).prefill(prompt, cuts_of(stateful, prompt)).answer(ANSWER).tokens for prompt in PROMPTS
+    ]
     try:
-        plain = _run(BatchGenerator(model, prefill_step_size=STEP), PROMPTS, None)
+        plain = _run(BatchGenerator(model, prefill_step_size=STEP), [_segments(stateful, prompt) for prompt in PROMPTS])
     except Exception as error:
         outcome.notes.append(f"mlx-lm's own batch fails ({type(error).__name__})")
         return outcome
@@ -69,7 +73,7 @@ def batch(row: str, model: Any, directory: Path) -> Outcome:
             tier: Any = TieredPromptCache(10, _Spaces(space), writer, Saving())  # type: ignore[arg-type]  # a stand-in
             generator = RecordingBatchGenerator(model, prefill_step_size=STEP, tier=tier)
             reused: list[int] = []
-            tokens = _run(generator, PROMPTS, tier, reused)
+            tokens = _run(generator, [[prompt] for prompt in PROMPTS], tier, reused)
             outcome.checks[name] = "" if tokens == plain else "other tokens than plain mlx-lm's"
             if name == "batch, restored" and min(reused) < INTERVAL // 2:
                 outcome.checks[name] = f"{reused} tokens were restored"
@@ -77,17 +81,27 @@ def batch(row: str, model: Any, directory: Path) -> Outcome:
     return outcome
 
 
+def _segments(stateful: bool, prompt: list[int]) -> list[list[int]]:
+    """A prompt in the pieces between the cuts that kvstore makes."""
+    ends = [*cuts_of(stateful, prompt), len(prompt)]
+    return [prompt[first:last] for first, last in pairwise([0, *ends])]
+
+
 def _run(
-    generator: Any, prompts: Sequence[list[int]], tier: Any | None, reused: list[int] | None = None
+    generator: Any, prompts: Sequence[list[list[int]]], tier: Any | None = None, reused: list[int] | None = None
 ) -> list[list[int]]:
-    """Every prompt's tokens; with a tier as mlx_lm.server uses its prompt cache."""
+    """The tokens of every prompt, given in segments; with a tier as mlx_lm.server uses its prompt cache."""
     answers: dict[int, list[int]] = {}
-    for prompt in prompts:
-        caches, rest = (None, prompt) if tier is None else tier.fetch_nearest_cache(_KEY, prompt)
-        known = len(prompt) - len(rest)
-        if reused is not None:
-            reused.append(known)
-        (uid,) = generator.insert_segments([[list(rest)]], [ANSWER], [caches], [prompt[:known]])
+    for segments in prompts:
+        if tier is None:
+            (uid,) = generator.insert_segments([segments], [ANSWER])
+        else:
+            (prompt,) = segments
+            caches, rest = tier.fetch_nearest_cache(_KEY, prompt)
+            known = len(prompt) - len(rest)
+            if reused is not None:
+                reused.append(known)
+            (uid,) = generator.insert_segments([[list(rest)]], [ANSWER], [caches], [prompt[:known]])
         answers[uid] = []
     left = len(prompts)
     while left:

@@ -25,6 +25,11 @@ class Row:
         """What differs, in words."""
         return [f"{name}: {problem}" for name, problem in self.checks.items() if problem]
 
+    @property
+    def right(self) -> bool:
+        """Whether it was cached, and everything was as an uninterrupted run."""
+        return not self.problems and not self.refused
+
     def found(self, prefix: str, outcome: Any) -> None:
         """Add the checks and notes of a family_scenarios.Outcome; a check that failed stays so."""
         for name, problem in outcome.checks.items():
@@ -84,7 +89,7 @@ def _batch(row: Row) -> str:
 
 def document(rows: Sequence[Row], unbuildable: Mapping[str, str], versions: Mapping[str, str]) -> str:
     """docs/models.md."""
-    right = sum(not row.problems for row in rows)
+    right = sum(row.right for row in rows)
     lines = [_INTRODUCTION.format(right=right, count=len(rows), mlx=versions["mlx"], mlx_lm=versions["mlx-lm"])]
     lines += [f"| {' | '.join(_HEADER)} |", "|" + "---|" * len(_HEADER)]
     lines += [f"| {' | '.join(cell.replace('|', '/') for cell in _cells(row))} |" for row in rows]
@@ -116,6 +121,10 @@ output does not repeat itself). After the restart each prompt runs twice, so tha
 restored too, and the number of restored tokens must be the expected one. **kv-bits** repeats all of it with caches
 quantized to 4 and 8 bits. **batch of 4** compares the tokens of four prompts of unequal lengths in one batch: plain
 mlx-lm, everything saved, and everything restored.
+
+A prefix that is cut in the middle of a piece of the prefill holds rows of the longer piece. Where a run with a cut at
+that token has other last bits, the run that is compared is mlx-lm's own cache in memory, trimmed there; such families
+are among the notes.
 
 Families that resume **at any token** are cut where a prompt differs, from 64 tokens into a chunk on. The others resume
 **at states**: chunk borders, the end of a prompt, the end of an answer. "-" is what mlx-lm does not do with a family.

@@ -17,6 +17,7 @@ from family_arguments import UNBUILDABLE
 from family_batch import batch, batchable
 from family_runs import classes
 from family_scenarios import Outcome, resume, write
+from kvstore_mlx.buffers import has_non_finite
 from kvstore_mlx.codecs.arrays import Arrays
 from kvstore_mlx.codecs.rotating import Rotating
 from kvstore_mlx.probe import probe
@@ -150,6 +151,18 @@ def test_forbidden_tokens_do_not_make_a_model_unsupported():
         return mx.where(mx.arange(logits.size) < 10, -mx.inf, logits)
 
     assert not probe(lambda: make_prompt_cache(model), forward).stateful
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(mx.float32, "F32"), (mx.bfloat16, "BF16"), (mx.float16, "F16")])
+def test_logits_may_be_minus_infinity_and_nothing_else(dtype, name):
+    def refused(*values):
+        return has_non_finite(bytes(memoryview(mx.array([0.0, *values, -1.0], dtype)).cast("B")), name, but_minus=True)
+
+    assert not refused(-mx.inf)
+    assert refused(mx.inf)
+    assert refused(mx.nan, -mx.inf)
+    assert refused(-mx.nan)
+    assert has_non_finite(bytes(memoryview(mx.array([-mx.inf], dtype)).cast("B")), name)
 
 
 def test_every_family_has_a_row():
