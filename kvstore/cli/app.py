@@ -6,6 +6,8 @@ codes of its own. A traceback is a bug of ours, never an answer to a mistake.
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import sys
@@ -17,9 +19,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from kvstore._version import __version__
-from kvstore.errors import KVStoreError, NotACacheDirectoryError
+from kvstore.errors import KVStoreError, NotACacheDirectoryError, SizeError
 from kvstore.layout import Layout
 from kvstore.locations import Place, place_of
 from kvstore.store import Store
@@ -32,14 +35,57 @@ __all__ = [
     "console",
     "counted",
     "main",
+    "named",
     "namespace_ids",
     "opened",
     "output",
+    "plain",
     "print_json",
+    "writing",
 ]
+
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
+
+
+@contextmanager
+def writing(code: int = 1) -> Iterator[None]:
+    """Stdout to its last byte: a reader that left (``| head``) had what it wanted, a full disk is a sentence."""
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _UNWRITABLE | {errno.EPIPE} or error.filename is not None:
+            raise
+        # Python must not complain again when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.EPIPE:
+            raise typer.Exit(0) from error
+        console.print(f"kvstore: cannot write to stdout: {error.strerror}", style="red", highlight=False)
+        raise typer.Exit(code) from error
+
+
+class _Commands(TyperGroup):
+    """Typer would end with 1 for a reader that left, and with a traceback where stdout is full."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with writing():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, *args: Any, **kwargs: Any) -> Any:
+        with writing():
+            return super().invoke(*args, **kwargs)
+
+
+class _Output(Console):
+    """Rich would end with 1 for a reader that left."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
 
 app = typer.Typer(
     name="kvstore",
+    cls=_Commands,
     help="A persistent KV cache for LLM engines that is nothing but files.",
     no_args_is_help=True,
     add_completion=True,
@@ -51,8 +97,18 @@ console = Console(stderr=True)
 _PIPE_WIDTH = 240
 
 DIRECTORY_DEFAULT = "(default: $KVSTORE_DIR, or kvstore/kv among your caches)"
+
+
+def named(text: str) -> Path:
+    """A directory of the command line. An empty name is a variable that was not set, and no name of ``.``."""
+    if not text:
+        raise typer.BadParameter("the name of the directory is empty")
+    return Path(text)
+
+
 DirectoryArgument = Annotated[
-    Path | None, typer.Argument(metavar="DIR", help=f"The cache directory {DIRECTORY_DEFAULT}.", show_default=False)
+    Path | None,
+    typer.Argument(parser=named, metavar="DIR", help=f"The cache directory {DIRECTORY_DEFAULT}.", show_default=False),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of a table.")]
 
@@ -98,17 +154,22 @@ def _existing(place: Place) -> Store:
 
 @contextmanager
 def sentences() -> Iterator[None]:
-    """Turn the errors that are made for people into one sentence on stderr and exit code 1."""
+    """Turn the errors that are made for people into one sentence on stderr and exit code 1 (2: a wrong size or age)."""
     try:
         yield
     except KVStoreError as error:
-        console.print(f"kvstore: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
-        raise typer.Exit(1) from error
+        console.print(f"kvstore: {plain(str(error))}", style="red", highlight=False, soft_wrap=True, markup=False)
+        raise typer.Exit(2 if isinstance(error, SizeError) else 1) from error
+
+
+def plain(text: str, keep: str = "") -> str:
+    """Text from a file or a name that anybody may have made: nothing in it that a terminal would obey."""
+    return "".join(char if char.isprintable() or char in keep else "?" for char in text)
 
 
 def output() -> Console:
     """Where data for people goes: stdout. Wide when it is not a terminal, so that a pipe gets whole rows."""
-    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    return _Output(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
 
 
 def counted(number: int, one: str, many: str = "") -> str:
@@ -126,8 +187,23 @@ def namespace_ids(store: Store, prefix: str) -> list[str]:
 
 
 def print_json(document: Any) -> None:
-    """One JSON document on stdout, for programs."""
-    typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+    """One JSON document on stdout, for programs; escaped where its encoding, or any, lacks a character."""
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding)
+    except UnicodeEncodeError:
+        text = json.dumps(document, indent=2)
+    typer.echo(text)
+
+
+def _tolerate() -> None:
+    """Let stdout write ? for what its encoding lacks, in names of files and models; where it is closed, nothing."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the end
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _add_adapter_command(entry: EntryPoint) -> None:
@@ -162,9 +238,5 @@ def main() -> None:
 
     for entry in sorted(entry_points(group="kvstore.commands")):
         _add_adapter_command(entry)
-    try:
-        app()
-    except BrokenPipeError:
-        # `kvstore ls | head`: the reader has what it wanted. Python must not complain again when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+    _tolerate()
+    app()

@@ -10,7 +10,7 @@ from typing import Annotated, TypeAlias
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from kvstore.cli.app import console, namespace_ids, output
+from kvstore.cli.app import console, namespace_ids, output, plain
 from kvstore.errors import KVStoreError
 from kvstore.store import Store, unavailable
 
@@ -46,7 +46,12 @@ def bar(text: str) -> Iterator[Told]:
 
 
 def one_namespace(store: Store, prefix: str) -> str:
-    """The id of the only namespace that begins with prefix; raises KVStoreError."""
+    """The id of the only namespace that begins with prefix; raises KVStoreError.
+
+    Nothing is no beginning, though only one namespace may be there: it is a variable that was not set.
+    """
+    if not prefix:
+        raise KVStoreError("--namespace is empty; `kvstore ls --by-namespace` shows the ids that it can name")
     try:
         found = namespace_ids(store, prefix)
     except OSError as error:
@@ -59,17 +64,12 @@ def one_namespace(store: Store, prefix: str) -> str:
 def say(lines: Iterable[str]) -> None:
     """Sentences for people, on stdout."""
     for line in lines:
-        output().print(line, highlight=False, soft_wrap=True, markup=False)
+        output().print(plain(line, keep="\n\t"), highlight=False, soft_wrap=True, markup=False)
 
 
 def warn(problems: list[str]) -> None:
     """What went wrong on the way, on stderr, so that it is seen beside --json too."""
     for problem in problems[:_SHOWN]:
-        console.print(f"kvstore: {problem}", style="yellow", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"kvstore: {plain(problem)}", style="yellow", highlight=False, soft_wrap=True, markup=False)
     if len(problems) > _SHOWN:
         console.print(f"kvstore: … and more; --json lists {len(problems):,}", style="yellow", highlight=False)
-
-
-def plain(text: str, keep: str = "") -> str:
-    """Text from a file that anybody may have written: nothing in it that a terminal would obey."""
-    return "".join(char if char.isprintable() or char in keep else "?" for char in text)

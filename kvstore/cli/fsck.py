@@ -25,7 +25,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from typer.core import TyperCommand
 
-from kvstore.cli.app import DirectoryArgument, JsonOption, app, console, opened, output, print_json
+from kvstore.cli.app import DirectoryArgument, JsonOption, app, console, opened, output, print_json, writing
 from kvstore.cli.common import warn
 from kvstore.fsck import ExitCode, Finding, Report, check
 from kvstore.fsck import Progress as Told
@@ -51,6 +51,10 @@ class _Command(TyperCommand):
             if getattr(error, "exit_code", None) == 2:
                 error.exit_code = int(ExitCode.USAGE)  # type: ignore[attr-defined]
             raise
+
+    def invoke(self, *args: Any, **kwargs: Any) -> Any:
+        with writing(int(ExitCode.FAILED)):
+            return super().invoke(*args, **kwargs)
 
 
 @app.command(

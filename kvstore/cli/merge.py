@@ -20,7 +20,7 @@ from typing import Annotated
 
 import typer
 
-from kvstore.cli.app import DIRECTORY_DEFAULT, JsonOption, app, counted, opened, print_json
+from kvstore.cli.app import DIRECTORY_DEFAULT, JsonOption, app, counted, named, opened, print_json
 from kvstore.cli.common import DryRunOption, bar, say, warn
 from kvstore.errors import KVStoreError
 from kvstore.locations import warnings_for
@@ -33,10 +33,14 @@ __all__ = ["merge"]
 
 @app.command()
 def merge(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="The cache directory to read.", show_default=False)],
+    source: Annotated[
+        Path, typer.Argument(parser=named, metavar="SRC", help="The cache directory to read.", show_default=False)
+    ],
     target: Annotated[
         Path | None,
-        typer.Argument(metavar="DST", help=f"The cache directory to add to {DIRECTORY_DEFAULT}.", show_default=False),
+        typer.Argument(
+            parser=named, metavar="DST", help=f"The cache directory to add to {DIRECTORY_DEFAULT}.", show_default=False
+        ),
     ] = None,
     *,
     dry_run: DryRunOption = False,

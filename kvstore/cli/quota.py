@@ -62,7 +62,7 @@ def _change(store: Store, namespace: str, size: int | None) -> None:
         write_quota(store.context, _namespace(store, namespace), size)
         return
     # One that has nothing saved may still have a quota.
-    known = [each for each in with_quota(store.context) if each.startswith(namespace.lower())]
+    known = [each for each in with_quota(store.context) if namespace and each.startswith(namespace.lower())]
     chosen = known[0] if len(known) == 1 else _namespace(store, namespace)
     if not remove_quota(store.context, chosen):
         raise KVStoreError(f"namespace {chosen} has no quota")

@@ -39,10 +39,10 @@ def report(
             raise unavailable(store.path, error) from error
         text = page(found)
         if file == "-":
-            typer.echo(text, nl=False)
+            typer.echo(text.encode(errors="replace"), nl=False)
             return
         try:
-            Path(file).write_text(text, encoding="utf-8")
+            Path(file).write_text(text, encoding="utf-8", errors="replace")
         except OSError as error:
             raise KVStoreError(f"cannot write {file}: {error.strerror or error}") from error
         shown = counted(len(found["conversations"]["key"]), "conversation")

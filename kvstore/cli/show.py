@@ -16,6 +16,7 @@ manifest. complete: nothing on the way is missing or damaged, as far as can be t
 
 from __future__ import annotations
 
+import string
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,9 +25,21 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from kvstore.cli.app import DIRECTORY_DEFAULT, JsonOption, app, console, counted, opened, output, print_json
+from kvstore.cli.app import (
+    DIRECTORY_DEFAULT,
+    JsonOption,
+    app,
+    console,
+    counted,
+    named,
+    opened,
+    output,
+    print_json,
+    sentences,
+)
 from kvstore.cli.common import plain, say
 from kvstore.cli.words import Words
+from kvstore.errors import KVStoreError
 from kvstore.prefix import Part, Prefix, StateInfo, find_prefix
 from kvstore.sizes import format_age, format_size
 from kvstore.store import unavailable
@@ -59,7 +72,10 @@ def show(
         raise typer.BadParameter("--text and --tokenizer FOLDER go together")
     if len(names) > 2:
         raise typer.BadParameter("name a cache directory and a key, or a key alone")
-    directory, key = (Path(names[0]) if len(names) > 1 else None), names[-1]
+    directory, key = (named(names[0]) if len(names) > 1 else None), names[-1]
+    with sentences():
+        if len(names) == 1 and not set(key) <= set(string.hexdigits):
+            raise KVStoreError(f"{key!r} is not a key; name one, or a directory and one, as `kvstore ls` shows it")
     with opened(directory) as store:
         try:
             found = find_prefix(store.context, key)

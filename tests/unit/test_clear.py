@@ -16,7 +16,7 @@ from gc_support import DAY, HOUR, TENANT, blocks, check_valid, manifests, named,
 from upkeep_support import grow, invoke, invoke_json, later, snapshot
 
 import kvstore.cli.clear
-from kvstore import FileSystem, MissingParentError, Store, pack_tokens
+from kvstore import FileSystem, MissingParentError, NamespaceInfo, Store, pack_tokens
 from kvstore.clear import ClearReport, clear, clear_unused
 from kvstore.context import this_process
 from kvstore.gc import usage
@@ -412,20 +412,23 @@ def test_what_to_delete_must_be_said_and_only_once(full, options):
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
-    [(["--namespace", "zz"], "no namespace begins with"), (["--older-than", "30"], "is not an age")],
+    ("options", "sentence", "exit_code"),
+    [(["--namespace", "zz"], "no namespace begins with", 1), (["--older-than", "30"], "is not an age", 2)],
 )
-def test_mistakes_are_one_sentence(full, options, sentence):
+def test_mistakes_are_one_sentence(full, options, sentence, exit_code):
     code, out, err = invoke("clear", full.path, "--yes", *options)
-    assert (code, out) == (1, "")
+    assert (code, out) == (exit_code, "")
     assert sentence in " ".join(err.split())
 
 
 def test_two_namespaces_with_one_beginning_are_not_one(full):
-    code, _, err = invoke("clear", full.path, "--yes", "--namespace", "")
+    alike = next(info for number in range(99) if (info := NamespaceInfo({"n": number})).id[0] == INFO.id[0])
+    publish(full.namespace(alike), ONE)
+    before = snapshot(full.path)
+    code, _, err = invoke("clear", full.path, "--yes", "--namespace", INFO.id[0])
     assert code == 1
     assert "2 namespaces begin with" in " ".join(err.split())
-    assert len(manifests(full.path)) == 12
+    assert snapshot(full.path) == before
 
 
 def test_through_the_console_script(full):

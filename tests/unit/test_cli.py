@@ -14,8 +14,16 @@ from core_support import INFO, open_store
 from gc_support import TENANT, blocks, check_valid, manifests, prompt, publish, set_used, space_of
 from typer.testing import CliRunner
 
+import kvstore.cli.clear
+import kvstore.cli.du
+import kvstore.cli.fsck
 import kvstore.cli.gc
 import kvstore.cli.ls
+import kvstore.cli.merge
+import kvstore.cli.quota
+import kvstore.cli.repack
+import kvstore.cli.show
+import kvstore.cli.stats
 from kvstore.cli.app import app
 from kvstore.gc import Policy
 from kvstore.locks import gc_lock
@@ -215,7 +223,109 @@ def test_gc_that_has_to_stop_says_why(path, monkeypatch):
     ],
 )
 def test_a_limit_that_cannot_be_read_is_one_sentence(path, arguments, expected):
-    assert expected in sentence("gc", path, *arguments)
+    assert expected in sentence("gc", path, *arguments, code=2)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["gc", "--size", "0"],
+        ["repack", "--older-than", "0s"],
+        ["clear", "--yes"],
+        ["quota", "--size", "1MiB"],
+        ["quota", "--clear"],
+    ],
+)
+def test_an_empty_namespace_is_a_mistake_not_all_or_the_only_one(path, arguments):
+    before = sorted(path.rglob("*"))
+    assert "--namespace is empty" in sentence(arguments[0], path, "--namespace", "", *arguments[1:])
+    assert sorted(path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", ["ls", "du", "gc", "clear", "fsck", "merge", "show", "stats"])
+def test_an_empty_name_is_not_the_current_directory(path, monkeypatch, command):
+    monkeypatch.chdir(path)
+    more = {"clear": ["--all", "--yes"], "show": ["00"]}.get(command, [])
+    result = run(command, "", *more, code=16 if command == "fsck" else 2)
+    assert "the name of the directory is empty" in result.stderr
+    assert len(manifests(path)) == 7
+
+
+def test_show_without_a_key_says_so(path):
+    assert "is not a key" in sentence("show", path)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize(
+    "command", [["ls"], ["du"], ["stats"], ["tree"], ["report", "--output", "-"], ["ls", "--json"]]
+)
+def test_any_name_can_be_written_in_any_encoding(path, command, encoding):
+    odd = path.parent / os.fsdecode(b"a duck \xf0\x9f\xa6\x86, no text \xff,\x1b[31m and\na line")
+    path.rename(odd)
+    result = subprocess.run(
+        [sys.executable, "-m", "kvstore", command[0], odd, *command[1:]],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+    if "--json" in command:
+        assert json.loads(result.stdout.decode(encoding))["directory"] == str(odd)
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    """A command line of bash with `kvstore` for the command."""
+    return subprocess.run(
+        ["bash", "-c", command.replace("kvstore", f"'{sys.executable}' -m kvstore")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("command", ["ls", "ls --json", "report -o -", "fsck"])
+def test_a_reader_that_leaves_had_what_it_wanted(path, command):
+    name, *options = command.split()
+    result = shell(f"kvstore {name} '{path}' {' '.join(options)} | true; echo ${{PIPESTATUS[0]}}")
+    assert result.stdout == "0\n"
+    assert "Error" not in result.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    ("command", "code"), [("ls", 1), ("ls --json", 1), ("stats", 1), ("report -o -", 1), ("fsck", 8)]
+)
+def test_a_full_disk_behind_stdout_is_one_sentence(path, command, code):
+    name, *options = command.split()
+    result = shell(f"kvstore {name} '{path}' {' '.join(options)} > /dev/full")
+    assert result.returncode == code
+    assert "cannot write to stdout: No space left on device" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["ls", "ls --json", "fsck"])
+def test_a_closed_stdout_is_nobody_listening(path, command):
+    name, *options = command.split()
+    result = shell(f"kvstore {name} '{path}' {' '.join(options)} >&-")
+    assert result.returncode == 0
+    assert "Traceback" not in result.stderr
+
+
+def test_ctrl_c_while_importing_is_quiet(tmp_path):
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    result = subprocess.run(
+        [sys.executable, "-m", "kvstore", "ls"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        check=False,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
+def test_a_sentence_is_one_line_whatever_a_name_holds(tmp_path):
+    assert "\x1b" not in sentence("ls", tmp_path / "two\nlines \x1b[31m")
 
 
 @pytest.mark.parametrize("command", ["ls", "gc"])

@@ -237,7 +237,7 @@ def test_a_tree_obeys_no_label(store):
 
 @pytest.mark.parametrize(
     ("options", "code"),
-    [(["--tree", "--by-namespace"], 2), (["--limit", "-1"], 2), (["--older-than", "5"], 1), (["--newer-than", "x"], 1)],
+    [(["--tree", "--by-namespace"], 2), (["--limit", "-1"], 2), (["--older-than", "5"], 2), (["--newer-than", "x"], 2)],
 )
 def test_mistakes(store, options, code):
     found, out, err = invoke("ls", store.path, *options)

@@ -284,7 +284,7 @@ def test_half_a_wish_is_a_wrong_command_line(tmp_path, options):
 
 def test_a_size_that_is_none_is_one_sentence(shared):
     code, out, err = invoke("quota", shared, "--namespace", INFO.id, "--size", "much")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "is not a size" in err
     with open_store(shared) as store:
         assert read_quotas(store.context).sizes == {}
