@@ -21,8 +21,7 @@ PROMPT = [{"role": "user", "content": "Explain hash chains, and why a cache of p
 VOLATILE = {"id", "created", "usage"}
 TOLERANCE = 2e-4
 
-# A call begins with "m", which random weights say often enough, and no answer of theirs is JSON: what is left of a call
-# that cannot be parsed must be the same, too.
+# Random weights call nothing: tools are in the prompt, and so are calls and their results.
 TOOLS = [
     {
         "type": "function",
@@ -35,9 +34,8 @@ TOOLS = [
 ]
 TOOL_TEMPLATE = "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + TEMPLATE.replace(
     "{{ message['content'] }}",
-    "{{ message['content'] }}{% for tool_call in message.tool_calls or [] %}"
-    "<tool_call>{{ tool_call.function.name }}{% set tool_call = tool_call.function %}{{ tool_call.name }}"
-    "</tool_call>{% endfor %}",
+    "{{ message['content'] }}{% for each in message.tool_calls or [] %}{% set tool_call = each.function %}"
+    "<tool_call>{{ tool_call.name }} {{ tool_call.arguments | tojson }}</tool_call>{% endfor %}",
 )
 
 REQUESTS: dict[str, dict[str, Any]] = {
