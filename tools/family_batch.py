@@ -24,10 +24,10 @@ from kvstore_mlx.tier import TieredPromptCache
 from kvstore_mlx.versions import check_versions
 from kvstore_mlx.writer import Writer
 
-__all__ = ["batch", "batchable"]
+__all__ = ["KEY", "PROMPTS", "batch", "batchable", "run_batch", "tier_of"]
 
 PROMPTS = [PROMPT, SHORT, tokens_of(21, 211), [*PROMPT[:128], *tokens_of(22, 60)]]
-_KEY = ("tiny", None, None)
+KEY = ("tiny", None, None)
 
 
 class _Spaces:
@@ -56,7 +56,9 @@ def batch(row: str, model: Any, directory: Path) -> Outcome:
         Uninterrupted(model).prefill(prompt, cuts_of(stateful, prompt)).answer(ANSWER).tokens for prompt in PROMPTS
     ]
     try:
-        plain = _run(BatchGenerator(model, prefill_step_size=STEP), [_segments(stateful, prompt) for prompt in PROMPTS])
+        plain = run_batch(
+            BatchGenerator(model, prefill_step_size=STEP), [_segments(stateful, prompt) for prompt in PROMPTS]
+        )
     except Exception as error:
         outcome.notes.append(f"mlx-lm's own batch fails ({type(error).__name__})")
         return outcome
@@ -64,21 +66,24 @@ def batch(row: str, model: Any, directory: Path) -> Outcome:
         outcome.notes.append("mlx-lm's own batch of unequal prompts gives other tokens than each prompt alone")
         return outcome
     with Store.open(directory, interval=INTERVAL, durability=Durability.NONE) as store:
-        identity = {"identity": {"row": row}}
-        space = make_space(
-            store, model, None, identity=lambda: identity, label=row, settings=Settings(check_versions())
-        )
         for name in ("batch, first write", "batch, restored"):
-            writer = Writer(Housekeeping(store, 1 << 40))
-            tier: Any = TieredPromptCache(10, _Spaces(space), writer, Saving())  # type: ignore[arg-type]  # a stand-in
+            tier, writer = tier_of(store, row, model)
             generator = RecordingBatchGenerator(model, prefill_step_size=STEP, tier=tier)
             reused: list[int] = []
-            tokens = _run(generator, [[prompt] for prompt in PROMPTS], tier, reused)
+            tokens = run_batch(generator, [[prompt] for prompt in PROMPTS], tier, reused)
             outcome.checks[name] = "" if tokens == plain else "other tokens than plain mlx-lm's"
             if name == "batch, restored" and min(reused) < INTERVAL // 2:
                 outcome.checks[name] = f"{reused} tokens were restored"
             writer.close(60.0)
     return outcome
+
+
+def tier_of(store: Store, row: str, model: Any) -> tuple[Any, Writer]:
+    """A server's second tier with nothing in its memory, and its writer."""
+    identity = {"identity": {"row": row}}
+    space = make_space(store, model, None, identity=lambda: identity, label=row, settings=Settings(check_versions()))
+    writer = Writer(Housekeeping(store, 1 << 40))
+    return TieredPromptCache(10, _Spaces(space), writer, Saving()), writer  # type: ignore[arg-type]  # a stand-in
 
 
 def _segments(stateful: bool, prompt: list[int]) -> list[list[int]]:
@@ -87,7 +92,7 @@ def _segments(stateful: bool, prompt: list[int]) -> list[list[int]]:
     return [prompt[first:last] for first, last in pairwise([0, *ends])]
 
 
-def _run(
+def run_batch(
     generator: Any, prompts: Sequence[list[list[int]]], tier: Any | None = None, reused: list[int] | None = None
 ) -> list[list[int]]:
     """The tokens of every prompt, given in segments; with a tier as mlx_lm.server uses its prompt cache."""
@@ -97,7 +102,7 @@ def _run(
             (uid,) = generator.insert_segments([segments], [ANSWER])
         else:
             (prompt,) = segments
-            caches, rest = tier.fetch_nearest_cache(_KEY, prompt)
+            caches, rest = tier.fetch_nearest_cache(KEY, prompt)
             known = len(prompt) - len(rest)
             if reused is not None:
                 reused.append(known)
@@ -110,5 +115,5 @@ def _run(
             if response.finish_reason is not None:
                 left -= 1
                 if tier is not None:
-                    tier.insert_cache(_KEY, response.all_tokens[:], response.prompt_cache, cache_type="assistant")
+                    tier.insert_cache(KEY, response.all_tokens[:], response.prompt_cache, cache_type="assistant")
     return list(answers.values())

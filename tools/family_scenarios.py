@@ -22,7 +22,18 @@ from kvstore.fs import Durability
 from kvstore_mlx.plan import leaves_of
 from kvstore_mlx.session import Session, open_session
 
-__all__ = ["ANSWER", "INTERVAL", "PROMPT", "SHORT", "Outcome", "cuts_of", "resume", "stateful_of", "write"]
+__all__ = [
+    "ANSWER",
+    "INTERVAL",
+    "PROMPT",
+    "SHORT",
+    "Outcome",
+    "cuts_of",
+    "open_directory",
+    "resume",
+    "stateful_of",
+    "write",
+]
 
 INTERVAL = 128
 PROMPT = tokens_of(1, 300)

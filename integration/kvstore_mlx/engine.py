@@ -6,6 +6,8 @@ be resumed at boundary states, they also make the engine stop at them.
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,14 +18,20 @@ from mlx_lm.generate import BatchGenerator
 from kvstore_mlx.boundaries import cut_segments
 from kvstore_mlx.fingerprint import Quantization
 from kvstore_mlx.prefill import pieces, prefill, with_prefix
+from kvstore_mlx.probe import masks_padding
 from kvstore_mlx.recording import Recording
 from kvstore_mlx.tier import TieredPromptCache, guarded
 
 __all__ = ["RecordingBatchGenerator", "recording_stream_generate"]
 
+log = logging.getLogger("kvstore")
+
 
 class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm ships no types
     """mlx-lm's BatchGenerator, with each sequence followed by its recording."""
+
+    _masked: tuple[weakref.ref[Any] | None, bool] = (None, False)
+    """The model that was looked at last, and whether it masks the padding of a batch."""
 
     def __init__(self, *args: Any, tier: TieredPromptCache, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -31,6 +39,9 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
         self._recordings: dict[int, Recording] = {}
         self._due: set[int] = set()
         self._added: dict[int, set[int]] = {}
+        self._done: dict[int, int] = {}
+        self._padded: set[int] = set()
+        self._caching = False
 
     def insert_segments(self, segments: list[list[list[int]]], *args: Any, **kwargs: Any) -> list[int]:
         """As in mlx-lm; the server inserts one request right after fetching its cache."""
@@ -40,6 +51,7 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
             pieces, ends = cut_segments(segments[0], recording.known, recording.boundaries)
             segments, added = [pieces], {end - recording.known for end in ends}
         uids: list[int] = super().insert_segments(segments, *args, **kwargs)
+        self._caching = self._caching or recording is not None
         if recording is not None and len(uids) == 1:
             self._recordings[uids[0]] = recording
             if added:
@@ -51,6 +63,13 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
         for uid in uids:
             self._forget(uid)
         return super().remove(uids, *args, **kwargs)
+
+    def extract_cache(self, uids: list[int]) -> Any:
+        """As in mlx-lm; the server keeps these caches in memory."""
+        extracted = super().extract_cache(uids)
+        for uid in self._padded & set(extracted):
+            self._tier.distrust(extracted[uid][0])
+        return extracted
 
     def next(self) -> Any:
         """One step of the engine between two looks at it.
@@ -64,12 +83,43 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
             # The server keeps a cache in memory for each of its own segments, and counts them.
             if response.progress[0] in self._added.get(response.uid, ()) and not response.end_of_prompt:
                 response.end_of_segment = False
-        if self._recordings:
+        if self._caching:
+            guarded(lambda: self._leave_out_padded(prompt_responses))
             guarded(lambda: self._look(generation_responses))
         return prompt_responses, generation_responses
 
+    def _leave_out_padded(self, prompt_responses: list[Any]) -> None:
+        """Keep nothing of sequences that were filled up to a longer one, where the model takes the filling for tokens.
+
+        mlx-lm pads on the right while prompts of unequal lengths are computed together, and a dozen of its families do
+        not mask that in every layer. What such a batch answers is mlx-lm's; it must not be found again later.
+        """
+        steps = {}
+        for response in prompt_responses:
+            if response.end_of_prompt:
+                self._done.pop(response.uid, None)
+                continue
+            steps[response.uid] = response.progress[0] - self._done.get(response.uid, 0)
+            self._done[response.uid] = response.progress[0]
+        padded = {uid for uid, step in steps.items() if step < max(steps.values())} - self._padded
+        if padded and not self._padding_is_masked():
+            log.info("kvstore: %d prompts of a batch are not kept: this model does not mask padding", len(padded))
+            self._padded |= padded
+            for uid in padded:
+                self._recordings.pop(uid, None)
+
+    def _padding_is_masked(self) -> bool:
+        known, masked = RecordingBatchGenerator._masked
+        if known is None or known() is not self.model:
+            with mx.stream(self.stream):
+                masked = masks_padding(self.model)
+            RecordingBatchGenerator._masked = weakref.ref(self.model), masked
+        return masked
+
     def _forget(self, uid: int) -> Recording | None:
         self._added.pop(uid, None)
+        self._done.pop(uid, None)
+        self._padded.discard(uid)
         return self._recordings.pop(uid, None)
 
     def _look(self, generation_responses: list[Any]) -> None:
@@ -82,6 +132,10 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
         for response in generation_responses:
             recording = self._recordings.get(response.uid)
             if recording is None:
+                if response.finish_reason is not None:
+                    if response.uid in self._padded:
+                        self._tier.distrust(response.prompt_cache)
+                    self._forget(response.uid)
                 continue
             recording.answered()
             if response.finish_reason is not None:

@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import mlx.core as mx
+from mlx_lm.generate import PromptProcessingBatch
+from mlx_lm.models.cache import make_prompt_cache
 
 from kvstore_mlx.live import Extras, ExtrasHook, Live
 from kvstore_mlx.plan import Plan
 from kvstore_mlx.restoring import Restoring
 
-__all__ = ["Forward", "probe"]
+__all__ = ["Forward", "masks_padding", "probe"]
 
 Forward: TypeAlias = Callable[[list[int], Sequence[Any]], Any]
 """Computes tokens onto caches and returns the logits ``[vocabulary]`` after the last one."""
@@ -41,13 +43,32 @@ def probe(make: Callable[[], list[Any]], forward: Forward, extras: ExtrasHook | 
     theirs = forward([_NEXT], caches)
     mx.eval(ours, theirs)
     attached.reset()
+    alike, difference = _alike(ours, theirs)
+    if not alike:
+        raise ValueError(f"its restored caches compute other logits (by {difference:.3g})")
+    return plan
+
+
+def masks_padding(model: Any) -> bool:
+    """Whether a prompt that mlx-lm fills up to a longer one of its batch leaves the caches that it leaves alone."""
+    try:
+        together = PromptProcessingBatch(model, [0, 1], [make_prompt_cache(model) for _ in range(2)])
+        together.prompt([[*_TOKENS, *_TOKENS], list(_TOKENS)])
+        padded, alone = together.extract_cache(1), make_prompt_cache(model)
+        model(mx.array([_TOKENS]), cache=alone)
+        ours, theirs = (model(mx.array([[_NEXT]]), cache=caches)[0, -1] for caches in (padded, alone))
+        return _alike(ours, theirs)[0]
+    except Exception:  # a family whose batches fail altogether
+        return False
+
+
+def _alike(ours: Any, theirs: Any) -> tuple[bool, float]:
+    """Whether two rows of logits are equal but for rounding, and their largest difference."""
     # Some families forbid tokens by minus infinity, of which two have no difference.
     forbidden = (ours == theirs) & mx.isinf(theirs)
     ours, theirs = (mx.where(forbidden, 0, each) for each in (ours, theirs))
     difference, largest = (float(mx.abs(each).max().astype(mx.float32)) for each in (ours - theirs, theirs))
-    if not difference <= _TOLERANCE * max(largest, 1e-30):
-        raise ValueError(f"its restored caches compute other logits (by {difference:.3g})")
-    return plan
+    return difference <= _TOLERANCE * max(largest, 1e-30), difference
 
 
 class _Attached:

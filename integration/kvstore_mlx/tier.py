@@ -43,6 +43,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         self._saving = saving
         self._pending: Recording | None = None
         self._finishing: dict[int, tuple[Any, Recording]] = {}
+        self._distrusted: dict[int, Any] = {}
         self._announced: tuple[list[int], tuple[int, ...]] = ([], ())
         self._gates: dict[ModelSpace, BreakEven] = {}
         self.explainer: Explainer | None = None
@@ -76,6 +77,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         started = time.perf_counter() if started is None else started
         self._pending = None
         self._finishing.clear()
+        self._distrusted.clear()
         space = self._spaces.of(model)
         if space is not None and caches is not None and not _holds(space, caches, in_memory):
             # mlx-lm trims a ChunkedKVCache no further than what is left of it, and says nothing.
@@ -222,8 +224,14 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         """Announce that insert_cache will be called with this very list at the end of the recorded generation."""
         self._finishing[id(caches)] = (caches, recording)
 
+    def distrust(self, caches: Any) -> None:
+        """Announce that insert_cache will be called with this very list, which holds another request's padding."""
+        self._distrusted[id(caches)] = caches
+
     def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], **kwargs: Any) -> None:
         """As in mlx-lm; at the end of a generation also saves what is new of it."""
+        if self._distrusted.pop(id(prompt_cache), None) is not None:
+            return
         if model[2] is not None:
             tokens = _align(tokens, prompt_cache)
         super().insert_cache(model, tokens, prompt_cache, **kwargs)

@@ -14,13 +14,16 @@ from mlx_lm.models.cache import ConcatenateKVCache, make_prompt_cache
 
 from families import build, modules, rows
 from family_arguments import UNBUILDABLE
-from family_batch import batch, batchable
-from family_runs import classes
-from family_scenarios import Outcome, resume, write
+from family_batch import KEY, PROMPTS, batch, batchable, run_batch, tier_of
+from family_runs import STEP, Uninterrupted, classes, greedy, tokens_of
+from family_scenarios import ANSWER, INTERVAL, SHORT, Outcome, cuts_of, open_directory, resume, write
+from kvstore.store import Store
 from kvstore_mlx.buffers import has_non_finite
 from kvstore_mlx.codecs.arrays import Arrays
 from kvstore_mlx.codecs.rotating import Rotating
-from kvstore_mlx.probe import probe
+from kvstore_mlx.engine import RecordingBatchGenerator
+from kvstore_mlx.probe import masks_padding, probe
+from kvstore_mlx.tier import TieredPromptCache
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -109,6 +112,29 @@ def test_a_batch_of_unequal_prompts(row, tmp_path):
     outcome = batch(row, model, tmp_path / "cache")
     as_uninterrupted(outcome)
     assert set(outcome.checks) == {"batch, first write", "batch, restored"}
+
+
+@pytest.mark.parametrize(("row", "kept"), [("bailing_moe_linear", False), ("mamba", False), ("bailing_hybrid", True)])
+def test_another_prompts_padding_is_never_kept(row, kept, tmp_path):
+    """mlx-lm pads unequal prompts, and some families take the padding for tokens: their batches answer wrongly."""
+    model = build(row)
+    assert masks_padding(model) is kept
+    directory = tmp_path / "cache"
+    with Store.open(directory, interval=INTERVAL) as store:
+        tier, writer = tier_of(store, row, model)
+        generator = RecordingBatchGenerator(model, prefill_step_size=STEP, tier=tier)
+        answers = run_batch(generator, [[each] for each in PROMPTS], tier)
+        _, rest = super(TieredPromptCache, tier).fetch_nearest_cache(KEY, [*SHORT, *answers[1], 1, 2, 3])
+        assert (len(rest) < 50) is kept, "in memory"
+        writer.close(60.0)
+    with open_directory(directory, model, row, None) as session:
+        for prompt in PROMPTS:
+            longer = [*prompt, *tokens_of(50, 20)]
+            run = session.prefill(longer)
+            cuts = [*cuts_of(session.stateful, longer), run.cached_tokens]
+            expected = Uninterrupted(model).prefill(longer, cuts).answer(ANSWER)
+            assert greedy(model, run.caches, run.logits, ANSWER).tokens == expected.tokens
+            assert run.cached_tokens >= INTERVAL or not kept or prompt is SHORT
 
 
 def test_a_model_that_forgets_fails_its_control(tmp_path):
