@@ -73,7 +73,8 @@ def open_directory(
 
 
 def unavailable(path: Path, error: OSError) -> UnavailableError:
-    """The sentence for people that goes with an operating system error."""
+    """The sentence for people that goes with an operating system error; it names the file in the directory, if any."""
+    file = f"{Path(os.fsdecode(error.filename)).name} in it: " if _is_below(path, error.filename) else ""
     advice = {
         errno.ENOSPC: "the disk is full; free some space or lower the budget",
         errno.EDQUOT: "your disk quota is used up; free some space or lower the budget",
@@ -82,8 +83,15 @@ def unavailable(path: Path, error: OSError) -> UnavailableError:
         errno.EPERM: "permission denied; choose a directory you may write to",
         errno.ENOENT: "it, or the folder above it, does not exist; create it or check that its volume is mounted",
         errno.ENOTDIR: "a part of the path is a file; choose another directory",
-    }.get(error.errno or 0, f"{error.strerror or error}; check the disk")
+        errno.ELOOP: f"{file}a symbolic link where a file should be; move it away",
+        errno.EISDIR: f"{file}a folder where a file should be; move it away",
+        errno.EINVAL: f"{file}{error.strerror}; move it away" if file else f"{error.strerror}; check the disk",
+    }.get(error.errno or 0, f"{file}{error.strerror or error}; check the disk")
     return UnavailableError(f"cannot use the cache directory {path}: {advice}")
+
+
+def _is_below(directory: Path, name: object) -> bool:
+    return isinstance(name, str | bytes) and directory in Path(os.fsdecode(name)).parents
 
 
 def _read_config(fs: FileSystem, layout: Layout) -> dict[str, Any] | None:

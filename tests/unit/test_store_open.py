@@ -339,3 +339,20 @@ def test_a_staging_folder_that_was_cleaned_away_is_made_again(tmp_path):
 
 def test_the_counters_start_at_zero(tmp_path):
     assert set(open_store(tmp_path / "cache", fs=FAST).counters.snapshot().values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (Path.mkdir, "not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "a symbolic link where a file should be"),
+        (os.mkfifo, "not a regular file"),
+    ],
+)
+def test_what_lies_where_a_file_should_be_is_named(tmp_path, make, what):
+    open_store(tmp_path / "s").close()
+    config = tmp_path / "s" / "kvstore.json"
+    config.unlink()
+    make(config)
+    with pytest.raises(UnavailableError, match=f": kvstore.json in it: {what}; move it away$"):
+        open_store(tmp_path / "s")
