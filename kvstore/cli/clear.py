@@ -62,7 +62,7 @@ def clear(
             report = _run(run)
         if as_json:
             print_json({"directory": str(store.path), **asdict(report)})
-        elif not report.busy:
+        elif not report.busy and (report.after_bytes or not report.error):
             say(_lines(report))
         if report.busy:
             raise KVStoreError("a collection of this directory is running, so nothing was deleted; wait for it")

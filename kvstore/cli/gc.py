@@ -76,8 +76,8 @@ def gc(
 
 
 def _lines(report: GcReport, policy: Policy) -> list[str]:
-    """The report as sentences."""
-    if report.busy:
+    """The report as sentences: none when the collection ended before it had looked."""
+    if report.busy or (report.error and not report.after_bytes):
         return []
     would = "would remove" if report.dry_run else "removed"
     parts = [

@@ -377,3 +377,10 @@ def test_the_command_works_as_a_program(path):
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     assert len(json.loads(result.stdout)["conversations"]) == 2
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize("command", [["gc", "--size", "0"], ["clear", "--all", "--yes"]])
+def test_a_collection_that_cannot_begin_makes_no_statement_about_sizes(path, command):
+    (path / "locks" / "gc.lock").unlink(missing_ok=True)
+    (path / "locks" / "gc.lock").symlink_to("/dev/zero")
+    assert "gc.lock" in sentence(command[0], path, *command[1:])
