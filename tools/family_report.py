@@ -126,6 +126,10 @@ A prefix that is cut in the middle of a piece of the prefill holds rows of the l
 that token has other last bits, the run that is compared is mlx-lm's own cache in memory, trimmed there; such families
 are among the notes.
 
+Some families do not mask, in every layer, the padding of a batch: mlx-lm itself then answers otherwise than for each
+prompt alone (see the notes). kvstore looks at that when a prompt is padded for the first time, and keeps nothing of the
+padded prompts of such a family, in memory or on disk.
+
 Families that resume **at any token** are cut where a prompt differs, from 64 tokens into a chunk on. The others resume
 **at states**: chunk borders, the end of a prompt, the end of an answer. "-" is what mlx-lm does not do with a family.
 """

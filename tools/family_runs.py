@@ -141,5 +141,5 @@ def quantizes(model: Any, bits: int) -> str:
     try:
         Uninterrupted(model, (bits, 32)).prefill(tokens_of(1, 20), []).answer(2)
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+        return f"{type(error).__name__}: {str(error).splitlines()[0].split('. ')[0].rstrip('.')}"
     return ""

@@ -131,7 +131,7 @@ def _run_phase(row: Row, phase: str, directory: Path, report: Path) -> None:
     if set(counted) == {"KVCache"}:
         for bits in (4, 8):
             if problem := quantizes(model, bits):
-                row.notes.append(f"kv-bits {bits}: mlx-lm itself fails ({problem})")
+                row.notes.append(f"with --kv-bits mlx-lm itself fails ({problem})")
             else:
                 row.found(f"kv-bits {bits}, ", scenarios(directory / f"bits-{bits}", (bits, 32)))
             _write(row, report)
