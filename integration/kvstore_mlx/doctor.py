@@ -104,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         "directory",
         metavar="DIR",
         nargs="?",
+        type=_named,
         help="the cache directory (default: $KVSTORE_DIR, or kvstore/kv among your caches)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout instead of tables")
@@ -118,6 +119,12 @@ def _parser() -> argparse.ArgumentParser:
         help="bytes to measure speeds with (default: 256MiB, four times in memory)",
     )
     return parser
+
+
+def _named(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("the name of the directory is empty")
+    return text
 
 
 def _size(text: str) -> int:

@@ -9,8 +9,10 @@ import argparse
 import os
 from dataclasses import dataclass, field, fields
 
+from kvstore.directory import MIN_INTERVAL
 from kvstore.errors import KVStoreError
 from kvstore.fs import Durability
+from kvstore.manifest import MAX_INTERVAL
 from kvstore.sizes import format_size, parse_size
 from kvstore.store import DEFAULT_INTERVAL
 from kvstore_mlx.boundaries import Saving
@@ -75,7 +77,7 @@ class CacheArguments:
         group.add_argument(
             "--kv-cache-interval",
             metavar="TOKENS",
-            type=int,
+            type=_interval,
             help=f"Tokens a chunk, fixed when the directory is created (default: {DEFAULT_INTERVAL})",
         )
         group.add_argument(
@@ -177,6 +179,14 @@ def _size(text: str) -> int:
     if size < MIN_SIZE:
         raise argparse.ArgumentTypeError(f"a budget of {format_size(size)} holds no prompt; give at least 1MiB")
     return size
+
+
+def _interval(text: str) -> int:
+    if not text.isdecimal() or not MIN_INTERVAL <= int(text) <= MAX_INTERVAL:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of tokens from {MIN_INTERVAL} to {MAX_INTERVAL}, such as {DEFAULT_INTERVAL}"
+        )
+    return int(text)
 
 
 def _salt(text: str) -> bytes:

@@ -152,6 +152,13 @@ def test_a_wrong_command_line_is_2(capsys):
     assert "--size" in capsys.readouterr().err
 
 
+def test_an_empty_name_is_not_the_current_directory(capsys):
+    with pytest.raises(SystemExit) as error:
+        command(["", "--no-speed"])
+    assert error.value.code == 2
+    assert "the name of the directory is empty" in capsys.readouterr().err
+
+
 def test_it_is_a_command_of_kvstore(tmp_path):
     run = subprocess.run(
         [sys.executable, "-m", "kvstore", "doctor", str(tmp_path / "cache"), "--no-speed", "--json"],
