@@ -13,6 +13,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   every benchmark against the limit of this machine; BENCH='restore --help' for one of them"
 	@echo "make bench-quick  the core of them in less than five minutes: build/bench/quick.json"
+	@echo "make bench-page  docs/benchmarks.md anew from the raw values in docs/bench"
 	@echo "make exactness  how much the pieces of a prefill matter on this machine: docs/exactness.md"
 	@echo "make models  every model family of mlx-lm, tiny, restored and compared: docs/models.md; MODELS=llama for one"
 	@echo "make clean   remove .venv and build"
@@ -45,6 +46,9 @@ bench: .venv/.ready
 
 bench-quick: .venv/.ready
 	$(PY) tools/bench.py quick
+
+bench-page: .venv/.ready
+	$(PY) tools/benchmarks_page.py
 
 exactness: .venv/.ready
 	LD_PRELOAD="$$($(PY) tools/fast_blas.py)" $(PY) tools/exactness.py --page docs/exactness.md

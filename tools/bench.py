@@ -15,6 +15,7 @@ from types import ModuleType
 import bench_amplification
 import bench_blocks
 import bench_breakeven
+import bench_decode
 import bench_fsync
 import bench_gc
 import bench_lookup
@@ -38,6 +39,7 @@ SUBCOMMANDS: dict[str, ModuleType] = {
     "amplification": bench_amplification,
     "ttft": bench_ttft,
     "break-even": bench_breakeven,
+    "decode": bench_decode,
     "tokens": bench_tokens,
     "fsync": bench_fsync,
     "blocks": bench_blocks,

@@ -30,13 +30,25 @@ from bench_stats import Sample, paired, rotated
 from demo import MODEL
 from fast_blas import find, preload_env
 
-__all__ = ["HELP", "break_even", "child", "configure", "panels", "run", "tables"]
+__all__ = [
+    "HELP",
+    "MODELS",
+    "TOKEN_BYTES",
+    "blas_environment",
+    "break_even",
+    "child",
+    "configure",
+    "model_folder",
+    "panels",
+    "run",
+    "tables",
+]
 
 HELP = "time to the first token by prompt length, and the length from which restoring pays"
 
 MODELS = {"tiny": f"a llama of {TINY_LLAMA['num_hidden_layers']} layers", "smollm2": "SmolLM2-135M-Instruct"}
 _MODES = ("disabled", "restored")
-_TOKEN_BYTES = {"tiny": 4 << 10, "smollm2": 46 << 10}
+TOKEN_BYTES = {"tiny": 4 << 10, "smollm2": 46 << 10}
 _STEPS = 9
 """Decode steps whose median is the time of one."""
 _VOCABULARY = 250
@@ -75,14 +87,14 @@ def run(options: argparse.Namespace) -> Outcome:
             lengths = [length for length in lengths if length <= options.smollm2_longest]
             rounds = options.smollm2_rounds
         with data_folder(options.dir, keep=options.keep) as folder:
-            need_disk(folder, 2 * _TOKEN_BYTES[name] * sum(lengths))
+            need_disk(folder, 2 * TOKEN_BYTES[name] * sum(lengths))
             document["models"][name] = _measured(name, folder, lengths, rounds)
     return Outcome(document, tables(document))
 
 
 def _measured(name: str, folder: Path, lengths: list[int], rounds: int) -> dict[str, Any]:
-    job: dict[str, Any] = {"model": str(_model(name, folder)), "store": str(folder / "store"), "lengths": lengths}
-    blas = {"LD_PRELOAD": preload_env({}).get("LD_PRELOAD", "")}
+    job: dict[str, Any] = {"model": str(model_folder(name, folder)), "store": str(folder / "store"), "lengths": lengths}
+    blas = blas_environment()
     run_child("bench_breakeven", {**job, "task": "save"}, blas)
     other = OtherWork()
     found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in _MODES}
@@ -97,7 +109,6 @@ def _measured(name: str, folder: Path, lengths: list[int], rounds: int) -> dict[
         str(length): [each["raw"][str(length)] + each["step"][str(length)] for each in found["restored"]]
         for length in lengths
     }
-    medians = [[Sample.of(seconds[mode][str(length)]).median for length in lengths] for mode in _MODES]
     return {
         "lengths": lengths,
         "cores_used_by_others": other.cores(),
@@ -114,28 +125,32 @@ def _measured(name: str, folder: Path, lengths: list[int], rounds: int) -> dict[
         "over_floor": {
             length: paired(seconds["restored"][length], floor[length]).document() for length in map(str, lengths)
         },
-        "break_even_tokens": break_even(lengths, *medians),
         "disagreed": sum(one["first_token"] != two["first_token"] for one, two in zip(*found.values(), strict=True)),
     }
 
 
-def break_even(lengths: Sequence[int], disabled: Sequence[float], restored: Sequence[float]) -> float | None:
+def break_even(lengths: Sequence[int], over: Sequence[float]) -> float | None:
     """The shortest length from which on restoring is the faster one, at every longer one that was measured too.
 
-    Between two measured lengths it is where straight lines cross. The shortest measured length says no more than that
-    it pays there already; None when it does not pay at the longest.
+    over: restored over disabled. Between two measured lengths it is where a straight line reaches 1. The shortest
+    measured length says no more than that it pays there already; None when it does not pay at the longest.
     """
-    pays = [fast < slow for fast, slow in zip(restored, disabled, strict=True)]
-    if not pays[-1]:
+    if over[-1] >= 1:
         return None
-    first = len(pays) - next((at for at, paid in enumerate(reversed(pays)) if not paid), len(pays))
+    first = next((at for at in range(len(over), 0, -1) if over[at - 1] >= 1), 0)
     if first == 0:
         return float(lengths[0])
-    before, after = (restored[at] - disabled[at] for at in (first - 1, first))
-    return lengths[first - 1] + (lengths[first] - lengths[first - 1]) * before / (before - after)
+    before, after = over[first - 1], over[first]
+    return lengths[first - 1] + (lengths[first] - lengths[first - 1]) * (before - 1) / (before - after)
 
 
-def _model(name: str, folder: Path) -> Path:
+def blas_environment() -> dict[str, str]:
+    """The variable that gives a child the fast BLAS, if there is one."""
+    return {"LD_PRELOAD": preload_env({}).get("LD_PRELOAD", "")}
+
+
+def model_folder(name: str, folder: Path) -> Path:
+    """One of MODELS; the tiny one is made below folder."""
     if name == "tiny":
         run_child("bench_servers", {"folder": str(folder / "model")})
         return folder / "model"
@@ -242,9 +257,10 @@ def _table(document: dict[str, Any], name: str, found: dict[str, Any]) -> Any:
     rows = []
     for length in map(str, found["lengths"]):
         samples = [Sample.of(found["seconds"][mode][length]["values"]) for mode in _MODES]
-        over = [Sample.of(found[key][length]["values"]).text(1, 3) for key in ("over_disabled", "over_floor")]
-        rows.append([length, *(sample.text(1e3, 1) for sample in samples), *over])
-    even = found["break_even_tokens"]
+        ratios = [Sample.of(found[key][length]["values"]).text(1, 3) for key in ("over_disabled", "over_floor")]
+        rows.append([length, *(sample.text(1e3, 1) for sample in samples), *ratios])
+    over = [Sample.of(found["over_disabled"][str(length)]["values"]).median for length in found["lengths"]]
+    even = break_even(found["lengths"], over)
     shortest = found["lengths"][0]
     pays = "restoring does not pay at any length" if even is None else f"restoring pays from {even:.0f} tokens on"
     if even == shortest:

@@ -187,7 +187,8 @@ def tables(document: dict[str, Any]) -> list[Any]:
         ],
         rows,
         f"n = {n} in turns, median (min to max), page cache {document['page_cache']}, loads in a fresh process "
-        "(LMCache: in the one that saved, because its index does not outlive it), "
+        "(LMCache: in the one that saved, because its index does not outlive it; its "
+        "staging memory is made beforehand, kvstore's in its first save), "
         f"other processes used {'?' if others is None else f'{others:.2f}'} cores",
     )
     return [made]

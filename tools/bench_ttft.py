@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench_child import run_child
+from bench_breakeven import MODELS, TOKEN_BYTES, model_folder
 from bench_machine import BenchError, OtherWork, conditions, data_folder, need_disk
 from bench_report import Outcome, table
 from bench_servers import TINY_LLAMA, Answer, Server
@@ -44,6 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Options of this subcommand."""
     parser.add_argument("--pairs", type=int, default=15, help="prompts, each sent to both servers (default: 15)")
     parser.add_argument("--prompt-tokens", type=int, default=3000, help="length of a prompt (default: 3000)")
+    parser.add_argument("--model", choices=MODELS, default="tiny", help="(default: tiny)")
     parser.add_argument("--control", action="store_true", help="a second server without a directory: the noise")
     parser.add_argument("--restarts", type=int, default=5, help="prompts sent again after a restart (default: 5)")
 
@@ -55,16 +56,16 @@ def run(options: argparse.Namespace) -> Outcome:
     document: dict[str, Any] = {
         "command": "ttft",
         "conditions": conditions(options.dir.parent),
-        "model": TINY_LLAMA,
+        "model": TINY_LLAMA if options.model == "tiny" else {"name": MODELS[options.model]},
+        "model_name": options.model,
         "prompt_tokens": options.prompt_tokens,
         "blas": str(find() or "MLX's own"),
         "page_cache": "warm",
     }
     with data_folder(options.dir, keep=options.keep) as folder:
-        need_disk(folder, (options.pairs + _WARM_UP) * options.prompt_tokens * _token_bytes())
-        run_child("bench_servers", {"folder": str(folder / "model")})
+        need_disk(folder, (options.pairs + _WARM_UP) * options.prompt_tokens * TOKEN_BYTES[options.model])
         other = OtherWork()
-        pairs = _Pairs(folder, options.prompt_tokens)
+        pairs = _Pairs(folder, model_folder(options.model, folder), options.prompt_tokens)
         first = pairs.measure(options.pairs, control=options.control)
         restart = pairs.restart(min(options.restarts, options.pairs))
     document["cores_used_by_others"] = other.cores()
@@ -80,16 +81,12 @@ def run(options: argparse.Namespace) -> Outcome:
     return Outcome(document, tables(document))
 
 
-def _token_bytes() -> int:
-    heads, dim = TINY_LLAMA["num_key_value_heads"], TINY_LLAMA["head_dim"]
-    return int(TINY_LLAMA["num_hidden_layers"] * 2 * heads * dim * 4)
-
-
 class _Pairs:
     """The two servers, and the prompts that they were sent."""
 
-    def __init__(self, folder: Path, tokens: int) -> None:
+    def __init__(self, folder: Path, model: Path, tokens: int) -> None:
         self._folder = folder
+        self._model = model
         self._tokens = tokens
         self._rng = random.Random(0)  # noqa: S311 - any letters will do
         self._beginnings = iter(_BEGINNINGS)
@@ -97,7 +94,7 @@ class _Pairs:
 
     def _server(self, name: str) -> Server:
         flags = ["--kv-cache-dir", str(self._folder / "store")] if name == "first_write" else []
-        return Server(self._folder / f"{name}.log", self._folder / "model", flags)
+        return Server(self._folder / f"{name}.log", self._model, flags)
 
     def _prompt(self) -> str:
         """Letters whose first one no prompt before had: not even one token of it is in any memory."""
@@ -148,9 +145,8 @@ def tables(document: dict[str, Any]) -> list[Any]:
             [_LABELS[name], str(sample.n), sample.text(1e3, 1), Sample.of(over["values"]).text(1, 3) if over else ""]
         )
     others = document["cores_used_by_others"]
-    layers = document["model"]["num_hidden_layers"]
     made = table(
-        f"time to the first token, {document['prompt_tokens']} tokens, a llama of {layers} layers",
+        f"time to the first token, {document['prompt_tokens']} letters, {MODELS[document.get('model_name', 'tiny')]}",
         ["server", "n", "ms, median (min to max)", "over disabled, paired"],
         rows,
         f"page cache warm, BLAS: {Path(document['blas']).name}, "

@@ -32,12 +32,12 @@ _OPENING = """\
 # Benchmarks
 
 Written by `python tools/benchmarks_page.py` (`make bench-page`) from the raw values in [bench/](bench); no figure is
-typed by hand. Each benchmark is one command, `python tools/bench.py SUBCOMMAND` (`--help` says more). Methods take turns
-in one run, a warm-up is thrown away, ratios are of pairs of the same round, and what stands in a cell is the median
-(minimum to maximum). A million nodes are on [a page of their own](scale.md).
+typed by hand. Each benchmark is one command, `python tools/bench.py SUBCOMMAND` (`--help` says more). Methods take
+turns in one run, a warm-up is thrown away, ratios are of pairs of the same round, and what stands in a cell is the
+median (minimum to maximum). A million nodes are on [a page of their own](scale.md).
 
-Two virtual cores are a small machine: what other processes used of them while a benchmark ran is said with each table,
-and where it is much, the figure is worth less.
+What other processes used of the cores while a benchmark ran is said with each table; where it is much, the figure is
+worth less. A benchmark that was run with other arguments than its own defaults says so in its title or caption.
 
 ## Targets
 

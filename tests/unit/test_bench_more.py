@@ -23,14 +23,14 @@ def run(tmp_path, *arguments):
     return json.loads(out.read_text())
 
 
-def test_break_even_is_where_the_lines_cross():
+def test_break_even_is_where_the_ratio_reaches_one():
     lengths = [64, 128, 256]
-    assert break_even(lengths, [1, 2, 4], [2, 2, 2]) == 128 + 128 * 0 / 2
-    assert break_even(lengths, [1, 3, 4], [2, 2, 2]) == 96
-    assert break_even(lengths, [1, 2, 4], [0, 1, 2]) == 64
-    assert break_even(lengths, [1, 1, 1], [2, 2, 2]) is None
+    assert break_even(lengths, [2, 1, 0.5]) == 128
+    assert break_even(lengths, [1.5, 0.5, 0.1]) == 96
+    assert break_even(lengths, [0.9, 0.5, 0.1]) == 64
+    assert break_even(lengths, [2, 0.5, 1]) is None
     # One lucky measurement in between is not where it begins to pay.
-    assert break_even(lengths, [3, 1, 4], [2, 2, 2]) == 128 + 128 * 1 / 3
+    assert break_even(lengths, [0.5, 1.5, 0.5]) == 192
 
 
 def test_break_even_runs(tmp_path):

@@ -1,0 +1,122 @@
+"""docs/benchmarks.md: no figure is typed by hand, and a target that is missed is called missed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import bench_targets
+import benchmarks_page
+from bench import SUBCOMMANDS
+from bench_plot import Line, Panel, draw
+from bench_stats import Sample
+from bench_targets import Row
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+
+def test_the_page_is_what_the_tool_makes_of_the_files_beside_it(tmp_path):
+    made = tmp_path / "page.md"
+    assert benchmarks_page.main(["--page", str(made)]) == 0
+    assert made.read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8")
+
+
+def test_every_file_is_on_the_page_and_every_picture_is_there():
+    text = PAGE.read_text(encoding="utf-8")
+    for path in benchmarks_page.RAW.glob("*.json"):
+        assert path.stem == "scale" or f"](bench/{path.name})" in text
+    pictures = re.findall(r"!\[[^]]*\]\((bench/[^)]+)\)", text)
+    assert pictures
+    for picture in pictures:
+        assert (ROOT / "docs" / picture).is_file()
+
+
+def test_the_benchmarks_of_the_issue_are_there():
+    found = {document["command"] for document in benchmarks_page.load(benchmarks_page.RAW).values()}
+    wanted = {"restore", "publish", "lookup", "amplification", "ttft", "break-even", "fsync", "blocks", "gc", "peers"}
+    assert wanted <= found
+
+
+def test_a_verdict_is_about_the_median_and_its_direction():
+    least = Row("it", 0.8, 1.0, Sample.of([0.7, 0.9, 1.1]))
+    assert (least.limit(0.8), least.verdict(0.8), least.verdict(1.0)) == ("≥ 0.8", "met", "**not met**")
+    most = Row("it", 8, 1, Sample.of([3]), unit="MiB", at_most=True)
+    assert (most.limit(8), most.verdict(8), most.verdict(1)) == ("≤ 8 MiB", "met", "**not met**")
+    assert Row("it", 1, 2).verdict(1) == ""
+
+
+def test_what_was_not_measured_is_a_row_that_says_so():
+    rows = bench_targets.rows({})
+    assert len(rows) >= 12
+    assert all(row.sample is None for row in rows)
+    text = benchmarks_page.page({})
+    assert text.count("| not measured |") == len(rows)
+    assert "met |\n" not in text
+
+
+def test_a_cold_restore_is_held_against_no_target():
+    values = {"values": [0.5]}
+    result = {
+        "tokens": 2048,
+        "regime": "fresh",
+        "cores_used_by_others": 0.1,
+        "store_over": dict.fromkeys(("raw1", "raw4", "load_prompt_cache", "mx_load"), values),
+        "extra_peak_bytes": {"store": values},
+    }
+    document = {"command": "restore", "page_cache": "warm", "results": [result]}
+    warm = [row for row in bench_targets.rows({"restore": document}) if row.sample]
+    assert len(warm) == 5
+    assert warm[0].verdict(0.8) == "**not met**"
+    cold = {**document, "page_cache": "dropped before each reading (posix_fadvise)"}
+    assert not [row for row in bench_targets.rows({"restore": cold}) if row.sample]
+
+
+def test_raw_values_are_taken_with_their_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    values = {"n": 1, "median": 0.5, "min": 0.5, "max": 0.5, "values": [0.5]}
+    conditions = json.loads((ROOT / "docs" / "bench" / "scale.json").read_text(encoding="utf-8"))["conditions"]
+    document = {
+        "command": "gc",
+        "conditions": conditions,
+        "page_cache": "warm",
+        "nodes": [100],
+        "cores_used_by_others": None,
+        "files": {"100": [7]},
+        "seconds": {"100": dict.fromkeys(("look", "plan", "remove"), values)},
+        "peak_bytes": {"100": values},
+    }
+    source = tmp_path / "gc.json"
+    source.write_text(json.dumps(document), encoding="utf-8")
+    raw, page = tmp_path / "raw", tmp_path / "page.md"
+    assert benchmarks_page.main(["--take", str(source), "--raw", str(raw), "--page", str(page)]) == 0
+    assert json.loads((raw / "gc.json").read_text(encoding="utf-8")) == document
+    assert (raw / "gc.svg").read_bytes().startswith(b"<?xml")
+    text = page.read_text(encoding="utf-8")
+    assert "| 100 | 500.0 (500.0 to 500.0) |" in text
+    assert "![gc](bench/gc.svg)" in text
+    assert benchmarks_page.main(["--take", str(tmp_path / "none.json")]) == 1
+
+
+def test_a_plot_is_the_same_bytes_each_time_and_never_a_failure(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    sample = Sample.of([1, 2, 4])
+    panels = [
+        Panel("curve", "x", "y", [Line.of("a", [1, 2], [sample, sample])], log_x=True, log_y=True),
+        Panel("bars", "x", "", [Line.of("a", range(1), [sample])], bars=["one"]),
+    ]
+    assert draw(panels, tmp_path / "one.svg") == f"plot: {tmp_path / 'one.svg'}"
+    draw(panels, tmp_path / "two.svg")
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+    assert draw([], tmp_path / "none.svg") is None
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    assert "not installed" in draw(panels, tmp_path / "three.svg")
+    assert not (tmp_path / "three.svg").exists()
+
+
+def test_every_subcommand_on_the_page_makes_its_tables_of_its_file():
+    for module in (module for name, module in SUBCOMMANDS.items() if name not in {"quick", "scale"}):
+        assert callable(module.tables)
