@@ -65,7 +65,7 @@ class Report:
 
 
 def command(argv: Sequence[str]) -> int:
-    """Look at everything and say it; returns the exit code of the process."""
+    """Say whether this machine, engine and directory go together, and how fast; returns the exit code."""
     options = _parser().parse_args(argv)
     place = place_of(options.directory)
     report = Report(str(place.path), place.why, warnings=warnings_for(place.path))

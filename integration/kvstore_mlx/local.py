@@ -30,12 +30,12 @@ DRAIN_S = 60.0
 
 
 def generate(argv: Sequence[str]) -> int:
-    """``kvstore generate``; returns the exit code of the process."""
+    """mlx_lm.generate, with a cache directory when --kv-cache-dir is given; returns the exit code of the process."""
     return _command("generate", argv)
 
 
 def chat(argv: Sequence[str]) -> int:
-    """``kvstore chat``; returns the exit code of the process."""
+    """mlx_lm.chat, with a cache directory when --kv-cache-dir is given; returns the exit code of the process."""
     return _command("chat", argv)
 
 

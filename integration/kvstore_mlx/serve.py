@@ -21,7 +21,7 @@ __all__ = ["command"]
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run the server; returns the exit code of the process."""
+    """mlx_lm.server, with a cache directory when --kv-cache-dir is given; returns the exit code of the process."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         from mlx_lm import server  # noqa: PLC0415 - takes a second; only this command pays it

@@ -6,14 +6,16 @@ codes of its own. A traceback is a bug of ours, never an answer to a mistake.
 
 from __future__ import annotations
 
+import ast
 import errno
 import io
 import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -226,9 +228,21 @@ def _add_adapter_command(entry: EntryPoint) -> None:
 
     app.command(
         entry.name,
-        help=f"Provided by {entry.value.partition('.')[0]}; see kvstore {entry.name} --help.",
+        help=_summary(entry),
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     )(run)
+
+
+def _summary(entry: EntryPoint) -> str:
+    """The first sentence of an adapter command's docstring, read and not imported: engines take a second to import."""
+    module, _, function = entry.value.partition(":")
+    with suppress(ImportError, OSError, SyntaxError, ValueError):
+        spec = find_spec(module)
+        if spec is not None and spec.origin is not None:
+            for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.FunctionDef) and node.name == function and (text := ast.get_docstring(node)):
+                    return f"{text.partition('; ')[0].rstrip('.')}."
+    return f"Provided by {module.partition('.')[0]}."
 
 
 def main() -> None:

@@ -384,3 +384,18 @@ def test_a_collection_that_cannot_begin_makes_no_statement_about_sizes(path, com
     (path / "locks" / "gc.lock").unlink(missing_ok=True)
     (path / "locks" / "gc.lock").symlink_to("/dev/zero")
     assert "gc.lock" in sentence(command[0], path, *command[1:])
+
+
+def test_help_says_what_an_adapter_s_command_is_for(tmp_path, monkeypatch):
+    """Read from its source: an engine takes a second to import, and help must not need one."""
+    from importlib.metadata import EntryPoint
+
+    from kvstore.cli.app import _summary
+
+    (tmp_path / "engine.py").write_text(
+        'import nothing_like_it\ndef run(argv):\n    """Serve it; returns the code."""\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert _summary(EntryPoint("x", "engine:run", "kvstore.commands")) == "Serve it."
+    assert _summary(EntryPoint("x", "engine:other", "kvstore.commands")) == "Provided by engine."
+    assert _summary(EntryPoint("x", "no_such.engine:run", "kvstore.commands")) == "Provided by no_such."
