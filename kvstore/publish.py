@@ -26,11 +26,15 @@ __all__ = ["Published", "publish", "publish_state"]
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """end: length of the longest prefix now in the store. written: bytes of new files. nodes: how many were new."""
+    """end: length of the longest prefix now in the store. written: bytes of new files. nodes: how many were new.
+
+    blocks: bytes of new blocks, of what was written; a block that was there already is not written again.
+    """
 
     end: int
     nodes: int
     written: int
+    blocks: int = 0
 
 
 def publish(space: Space, packed: bytes, spans: Sequence[Span]) -> Published:
@@ -45,7 +49,7 @@ def publish(space: Space, packed: bytes, spans: Sequence[Span]) -> Published:
     failing one stay published.
     """
     _check(space, packed, spans)
-    written = nodes = 0
+    written = nodes = new = 0
     end = spans[0].first
     ways = _chunks_of(space, packed, spans)
     before: tuple[BlockRef, ...] | None = None
@@ -56,13 +60,14 @@ def publish(space: Space, packed: bytes, spans: Sequence[Span]) -> Published:
             before = ()
         elif before is None:
             before = _blocks_before(space, chunk, span.first)
-        refs, size = _publish_node(space, parent, chunk, before, span)
+        refs, block, size = _publish_node(space, parent, chunk, before, span)
         written += size
+        new += block
         nodes += size > 0
         before = refs
         end = span.end
     space.context.counters.add(published_nodes=nodes, written_bytes=written)
-    return Published(end, nodes, written)
+    return Published(end, nodes, written, new)
 
 
 def _check(space: Space, packed: bytes, spans: Sequence[Span]) -> None:
@@ -139,10 +144,12 @@ def _blocks_before(space: Space, chunk: Chunk, border: int) -> tuple[BlockRef, .
 
 def _publish_node(
     space: Space, parent: Chunk | None, chunk: Chunk, before: tuple[BlockRef, ...], span: Span
-) -> tuple[tuple[BlockRef, ...], int]:
-    """Write one span's block and its node; returns the node's blocks and the bytes written (0 when it was there)."""
+) -> tuple[tuple[BlockRef, ...], int, int]:
+    """Write one span's block and its node; the node's blocks, and the bytes written of the block and in all (0 when
+    they were there).
+    """
     if (there := existing(space, chunk, "kv")) is not None:
-        return there.blocks, 0
+        return there.blocks, 0, 0
     written = 0
     refs = before
     if span.specs:
@@ -160,7 +167,7 @@ def _publish_node(
         if parent is not None:
             _require(space, parent)
 
-    return refs, written + put_node(space, chunk, "kv", refs, require)
+    return refs, written, written + put_node(space, chunk, "kv", refs, require)
 
 
 def publish_state(space: Space, packed: bytes, state: State) -> Published:
@@ -174,7 +181,7 @@ def publish_state(space: Space, packed: bytes, state: State) -> Published:
     if existing(space, chunk, "state") is not None:
         return Published(end, 0, 0)
     parts, payload = state_parts(state, chunk.first, chunk.count)
-    ref, written = put_block(space.context, parts, payload, chunk.first, chunk.count, decode=state.decode)
-    written += put_node(space, chunk, "state", (ref,), lambda: _require(space, chunk))
+    ref, new = put_block(space.context, parts, payload, chunk.first, chunk.count, decode=state.decode)
+    written = new + put_node(space, chunk, "state", (ref,), lambda: _require(space, chunk))
     space.context.counters.add(published_nodes=1, written_bytes=written)
-    return Published(end, 1, written)
+    return Published(end, 1, written, new)

@@ -231,7 +231,7 @@ class Writer:
             job.on_written(new, published.written, time.perf_counter() - started)
         kind = type(item)
         # Only what was written just now: a block that lay there, and was damaged since, is no lie of this disk's.
-        if published.written >= max(item.payload_bytes, 1) and (job.form, kind) not in self._verified:
+        if published.blocks and (job.form, kind) not in self._verified:
             if trouble := differs(job.form, tokens, item if isinstance(item, Span) else item.state):
                 job.form.trouble = trouble
                 log.error("kvstore: caching is off for this model: %s", trouble)

@@ -132,3 +132,15 @@ def test_a_state_is_compared_too(store, form):
     other = State(state.tensors, [np.zeros(2, np.float32).tobytes()], state.values)
     assert "another one than was written" in differs(form, tokens, other)
     assert "another one than was written" in differs(form, tokens, State(state.tensors, state.data, {"y": 1}))
+
+
+def test_a_block_that_lay_there_damaged_is_no_lie_of_the_disk(store, form):
+    """Another server wrote it, and a bit has flipped since: that is a miss and is healed, and caching goes on."""
+    publish(form, INTERVAL)
+    path, payload = block_of(store, form, INTERVAL)
+    change(path, payload - 1)
+    other = Form(fake_plan(), store.namespace(NamespaceInfo({"model": "the same bytes"})))
+    writer = Writer(Housekeeping(store, 1 << 30))
+    assert writer.offer(Job(other, TOKENS[: 4 * INTERVAL], [span(0, INTERVAL)]))
+    assert writer.close(10)
+    assert other.trouble == ""
