@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
+from page import markers, put
+
 ROOT = Path(__file__).resolve().parent.parent
-MARKERS = re.compile(r"(<!-- demo-table: begin[^\n]*-->\n).*?(<!-- demo-table: end -->)", re.DOTALL)
+MARKERS = markers("demo-table")
 TITLES = {
     "disabled": "without a cache directory",
     "first_write": "first time, being saved",
@@ -62,10 +63,7 @@ def main() -> int:
     if not arguments.json.is_file():
         print(f"{arguments.json} is not there; run make demo first", file=sys.stderr)
         return 1
-    text = arguments.readme.read_text()
-    new = table(json.loads(arguments.json.read_text()))
-    arguments.readme.write_text(MARKERS.sub(lambda found: found[1] + new + found[2], text))
-    return 0
+    return 0 if put(arguments.readme, MARKERS, table(json.loads(arguments.json.read_text()))) else 1
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
@@ -23,10 +22,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from families import build, rows
 from family_runs import Answer, forward, greedy, tokens_of
+from page import markers, put
 
 ROOT = Path(__file__).resolve().parent.parent
 BLAS = "OpenBLAS" if "openblas" in os.environ.get("LD_PRELOAD", "").lower() else "reference BLAS"
-MARKERS = re.compile(rf"(<!-- exactness {BLAS}: begin[^\n]*-->\n).*?(<!-- exactness {BLAS}: end -->)", re.DOTALL)
+MARKERS = markers(f"exactness {BLAS}")
 
 FAMILIES = (
     "llama", "qwen3", "gemma3_text", "gpt_oss", "qwen3_next", "qwen3_5_moe", "bailing_moe", "bailing_hybrid",
@@ -115,10 +115,8 @@ def main() -> int:
     for line in table(arguments.families):
         print(line, flush=True)
         lines.append(line)
-    if arguments.page is not None:
-        new = "\n".join(lines) + "\n"
-        text = arguments.page.read_text()
-        arguments.page.write_text(MARKERS.sub(lambda found: found[1] + new + found[2], text))
+    if arguments.page is not None and not put(arguments.page, MARKERS, "\n".join(lines) + "\n"):
+        return 1
     return 0
 
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from page import markers, put
+
 __all__ = ["load", "main", "table"]
 
 ROOT = Path(__file__).resolve().parent.parent
-MARKERS = re.compile(r"(<!-- figures: begin[^\n]*-->\n).*?(<!-- figures: end -->)", re.DOTALL)
+MARKERS = markers("figures")
 COUNTS = {
     "histories": "histories",
     "steps": "steps",
@@ -102,12 +103,7 @@ def main() -> int:
     if not arguments.write:
         print(new, end="")
         return 0
-    text = arguments.page.read_text()
-    if not MARKERS.search(text):
-        print(f"{arguments.page} has no markers for the table", file=sys.stderr)
-        return 1
-    arguments.page.write_text(MARKERS.sub(lambda found: found[1] + new + found[2], text))
-    return 0
+    return 0 if put(arguments.page, MARKERS, new) else 1
 
 
 if __name__ == "__main__":

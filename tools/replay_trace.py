@@ -16,11 +16,11 @@ import heapq
 import json
 import os
 import random
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from page import markers, put
 from replay_policies import POLICIES, SECOND, Request, Result, replay
 
 AGENT = "coding-agent-sessions.jsonl.gz"
@@ -29,7 +29,7 @@ CONVERSATION_BLOCK = 512
 PAUSE_S = 60.0
 """Between the sessions of a lane."""
 
-MARKERS = re.compile(r"(<!-- replay-table: begin[^\n]*-->\n).*?(<!-- replay-table: end -->)", re.DOTALL)
+MARKERS = markers("replay-table")
 
 
 class Paths:
@@ -152,13 +152,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FileNotFoundError as error:
         print(f"{error.filename} is not there; see --help", file=sys.stderr)
         return 1
-    if options.write is not None:
-        text = "\n".join(lines) + "\n"
-        before = options.write.read_text()
-        if not MARKERS.search(before):
-            print(f"{options.write} has no markers for the table", file=sys.stderr)
-            return 1
-        options.write.write_text(MARKERS.sub(lambda found: found[1] + text + found[2], before))
+    if options.write is not None and not put(options.write, MARKERS, "\n".join(lines) + "\n"):
+        return 1
     return 0
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,10 +18,11 @@ from bench_machine import ROOT
 from bench_report import RESULTS
 from bench_scale_figures import figures
 from kvstore.sizes import format_size
+from page import markers, put
 
 __all__ = ["MARKERS", "block", "main"]
 
-MARKERS = re.compile(r"(<!-- scale-table: begin[^\n]*-->\n).*?(<!-- scale-table: end -->)", re.DOTALL)
+MARKERS = markers("scale-table")
 
 
 def block(document: Mapping[str, Any]) -> str:
@@ -57,9 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{options.json} is not there; run tools/bench.py scale first", file=sys.stderr)
         return 1
     raw = options.json.read_text(encoding="utf-8")
-    new = block(json.loads(raw))
-    text = options.page.read_text(encoding="utf-8")
-    options.page.write_text(MARKERS.sub(lambda found: found[1] + new + found[2], text), encoding="utf-8")
+    if not put(options.page, MARKERS, block(json.loads(raw))):
+        return 1
     options.raw.parent.mkdir(parents=True, exist_ok=True)
     options.raw.write_text(raw, encoding="utf-8")
     return 0

@@ -14,12 +14,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvstore.blocks import DTYPE_BYTES, TensorSpec
+from kvstore.blocks import DTYPE_BYTES
 from kvstore_mlx.inplace import hollow, view_of
 from kvstore_mlx.pool import Loan
 from kvstore_mlx.selfcheck import answer
 
-__all__ = ["DTYPES", "Filling", "address_phase", "copy_rows", "copy_whole", "empty", "has_non_finite", "spec_of"]
+__all__ = ["DTYPES", "Filling", "address_phase", "copy_rows", "copy_whole", "empty", "has_non_finite"]
 
 DTYPES: dict[Any, str] = {
     mx.float32: "F32",
@@ -42,13 +42,6 @@ _CACHE_LINE = 64
 _PIECE = 1 << 17
 
 _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
-
-
-def spec_of(name: str, array: Any) -> TensorSpec:
-    """The spec of an append-only array ``[batch, heads, tokens, *inner]``; ValueError for one a block cannot hold."""
-    if array.dtype not in DTYPES or array.ndim < 4 or 0 in array.shape:
-        raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, which cannot be cut by token")
-    return TensorSpec(name, DTYPES[array.dtype], array.shape[1], tuple(array.shape[3:]))
 
 
 def empty(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Any]:

@@ -14,12 +14,15 @@ from kvstore_mlx.fingerprint import Quantization
 from kvstore_mlx.prefill import with_prefix
 from kvstore_mlx.recording import Recording
 
-__all__ = ["Run", "answer"]
+__all__ = ["Run", "answer", "tokens_of"]
 
 
 @dataclass
 class Run:
-    """One prompt on its way: its caches, the logits ``[vocabulary]`` after its last token, and what was reused."""
+    """One prompt on its way: its caches, the logits ``[vocabulary]`` after its last token, and what was reused.
+
+    seconds: from the lookup to these logits.
+    """
 
     tokens: list[int]
     caches: list[Any]
@@ -28,6 +31,15 @@ class Run:
     restored_bytes: int
     recording: Recording | None
     seconds: float = 0.0
+
+
+def tokens_of(tokenizer: Any, prompt: Any) -> list[int]:
+    """A prompt (a text, tokens, or an array of them) as mlx_lm.stream_generate tokenizes it."""
+    if isinstance(prompt, str):
+        special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+        return list(tokenizer.encode(prompt, add_special_tokens=special))
+    tokens: Any = prompt.tolist() if isinstance(prompt, mx.array) else prompt
+    return [int(token) for token in tokens]
 
 
 def answer(

@@ -126,6 +126,7 @@ class Cached:
 
         from kvstore_mlx.engine import recording_stream_generate  # noqa: PLC0415 - as above
         from kvstore_mlx.explain import Explainer  # noqa: PLC0415 - as above
+        from kvstore_mlx.generation import tokens_of  # noqa: PLC0415 - as above
         from kvstore_mlx.metrics import Served  # noqa: PLC0415 - as above
         from kvstore_mlx.spaces import make_caches  # noqa: PLC0415 - as above
 
@@ -142,7 +143,7 @@ class Cached:
         self._loaded.model, self._loaded.draft_model = model, draft
         if self._explain:
             self._tier.explainer = Explainer(lambda: lambda ids: str(tokenizer.decode(ids)))
-        tokens = [*history, *_tokens(tokenizer, prompt)]
+        tokens = [*history, *tokens_of(tokenizer, prompt)]
         served = Served()
         self._metrics.begin(served)
         found, rest = self._tier.extend(self._key, tokens, caches if history else None, len(history))
@@ -170,11 +171,3 @@ class Cached:
             log.warning("kvstore: stopped before everything was written; what is missing will be computed again")
         self._metrics.close()
         self._store.close()
-
-
-def _tokens(tokenizer: Any, prompt: Any) -> list[int]:
-    """A prompt as mlx_lm.stream_generate would tokenize it."""
-    if isinstance(prompt, str):
-        special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-        return list(tokenizer.encode(prompt, add_special_tokens=special))
-    return [int(token) for token in (prompt if isinstance(prompt, list) else prompt.tolist())]

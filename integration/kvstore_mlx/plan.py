@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -124,17 +125,17 @@ class Plan:
         ]
         return Plan(make, tuple(leaves), tuple(parts), tuple(slots))
 
-    @property
+    @cached_property
     def stateful(self) -> bool:
         """Whether a prefix can be resumed at boundary states only."""
         return any(leaf.codec.stateful for leaf in self.leaves)
 
-    @property
+    @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
         """The tensors of a span, in layer order."""
         return tuple(part.spec for part in self.parts if part.stored)
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes a token takes in blocks."""
         return sum(spec.span_bytes(1) for spec in self.specs)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvstore.blocks import Span
-from kvstore.keys import pack_tokens
+from kvstore.keys import TOKEN_BYTES, pack_tokens
 from kvstore.states import State
 from kvstore_mlx.boundaries import MIN_TOKENS
 from kvstore_mlx.forms import Form, ModelSpace
@@ -55,6 +55,7 @@ class Recording:
         self._writer = writer
         self._phase = phase
         self._tokens = list(prompt)
+        self._packed: bytes | None = None
         self._prompt_end = len(self._tokens) - 1 if prompt_end is None else prompt_end
         self._extras = extras
         self._known = known
@@ -132,7 +133,7 @@ class Recording:
 
         logits are those after the last of them.
         """
-        self._tokens = list(tokens)
+        self._tokens, self._packed = list(tokens), None
         self.first_token(caches, None, exactly)
         form, live = self._space.look(caches, None, exactly)
         end = min(live.count, len(self._tokens))
@@ -163,7 +164,11 @@ class Recording:
         if not items:
             return
         last = max(item.end for item in items)
-        job = Job(form, pack_tokens(self._tokens[:last]), items, self._on_failure, loans, self.on_written)
+        if self._packed is None:
+            # Once, and not at every chunk: a long prompt takes a millisecond.
+            self._packed = pack_tokens(self._tokens)
+        packed = self._packed[: last * TOKEN_BYTES]
+        job = Job(form, packed, items, self._on_failure, loans, self.on_written)
         if self._writer.offer(job):
             self._saved[form] = max(first, end)
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from mlx_lm.generate import GenerationResponse
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from kvstore.fs import Durability
@@ -30,8 +30,8 @@ from kvstore.store import DEFAULT_INTERVAL, Store
 from kvstore_mlx.boundaries import MIN_TOKENS, Saving, boundaries
 from kvstore_mlx.buffers import address_phase
 from kvstore_mlx.fingerprint import Quantization, identity_of
-from kvstore_mlx.forms import ModelSpace
-from kvstore_mlx.generation import Run, answer
+from kvstore_mlx.forms import Form, ModelSpace
+from kvstore_mlx.generation import Run, answer, tokens_of
 from kvstore_mlx.housekeeping import Housekeeping
 from kvstore_mlx.live import ExtrasHook
 from kvstore_mlx.metrics import Fetched, Metrics, Served
@@ -110,26 +110,15 @@ class Session:
         The prefill is cut where states are saved, the same with and without a directory: at chunk borders, at cuts
         (where a stable part of the prompt ends, say), and before the last token. An exact hit needs no forward pass.
         """
+        started = time.perf_counter()
         tokens = list(tokens)
         if not tokens:
             raise ValueError("a prompt needs at least one token")
         restored, saved = self._restored(tokens)
         known = 0 if restored is None else restored.tokens
         ends = boundaries(len(tokens), self._interval, self._saving.every, cuts) if self._stateful else ()
-        recording = None
-        if self._writer is not None and self._space is not None and saved:
-            recording = Recording(
-                self._space,
-                self._writer,
-                tokens,
-                saved=saved,
-                known=known,
-                decoded=known > 0 and not self._saving.prefill_only,
-                boundaries=ends,
-                prompt_end=len(tokens),
-                extras=None if self._extras is None else self._extras.capture,
-                phase=self._phase,
-            )
+        decoded = known > 0 and not self._saving.prefill_only
+        recording = self._record(tokens, saved, known, decoded=decoded, ends=ends) if saved else None
         self._count(len(tokens), restored, recording)
         caches = self._make() if restored is None else restored.caches
         logits = None if restored is None else restored.logits
@@ -144,9 +133,29 @@ class Session:
                 after=lambda done: self._after(run, done),
                 quantization=self._quantization,
             )
-            if recording is not None and len(tokens) >= MIN_TOKENS:
-                recording.finished(caches, len(tokens), tokens, logits=run.logits)
+        run.seconds = time.perf_counter() - started
+        if recording is not None and known < len(tokens) and len(tokens) >= MIN_TOKENS:
+            recording.finished(caches, len(tokens), tokens, logits=run.logits)
         return run
+
+    def _record(
+        self, tokens: list[int], saved: Mapping[Form, int], known: int, *, decoded: bool, ends: Sequence[int] = ()
+    ) -> Recording | None:
+        """A prompt's way into the store; None where there is none."""
+        if self._writer is None or self._space is None:
+            return None
+        return Recording(
+            self._space,
+            self._writer,
+            tokens,
+            saved=saved,
+            known=known,
+            decoded=decoded,
+            boundaries=ends,
+            prompt_end=len(tokens),
+            extras=None if self._extras is None else self._extras.capture,
+            phase=self._phase,
+        )
 
     def _count(self, tokens: int, restored: Restored | None, recording: Recording | None) -> None:
         """Count a prompt for ``kvstore stats``, and have it told what is written of it."""
@@ -174,22 +183,11 @@ class Session:
         the last one, so that the next exact hit needs no forward pass. ValueError when the caches are not this model's,
         or hold another number of tokens.
         """
-        if self._writer is None or self._space is None:
-            return
         tokens = list(tokens)
         saved = {one.form: one.match.border for one in self._find(pack_tokens(tokens))}
-        recording = Recording(
-            self._space,
-            self._writer,
-            tokens,
-            saved=saved,
-            known=len(tokens) if decoded else 0,
-            decoded=decoded,
-            prompt_end=len(tokens),
-            extras=None if self._extras is None else self._extras.capture,
-            phase=self._phase,
-        )
-        recording.finished(caches, len(tokens), tokens, logits=logits)
+        recording = self._record(tokens, saved, len(tokens) if decoded else 0, decoded=decoded)
+        if recording is not None:
+            recording.finished(caches, len(tokens), tokens, logits=logits)
 
     async def astream_generate(self, prompt: str | Sequence[int], **kwargs: Any) -> AsyncIterator[GenerationResponse]:
         """As stream_generate, giving way to other tasks between tokens: MLX computes on the calling thread."""
@@ -222,11 +220,7 @@ class Session:
 
     def tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
         """A prompt as mlx_lm.stream_generate tokenizes it."""
-        tokenizer = self._wrapped()
-        if not isinstance(prompt, str):
-            return list(prompt)
-        special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-        return list(tokenizer.encode(prompt, add_special_tokens=special))
+        return tokens_of(self._wrapped(), prompt)
 
     def generate(self, prompt: str | Sequence[int], **kwargs: Any) -> str:
         """The whole answer as text; arguments as stream_generate."""
@@ -262,14 +256,13 @@ class Session:
     def _make(self) -> list[Any]:
         if self._extras is not None:
             self._extras.restore(None)
-        caches: list[Any] = make_prompt_cache(self._model)
-        return caches
+        return self._plan.make()
 
     def _find(self, packed: bytes) -> list[Found]:
         usable = [] if self._space is None else self._space.usable
         return [find(form, packed, prefill_only=self._saving.prefill_only) for form in usable]
 
-    def _restored(self, tokens: list[int]) -> tuple[Restored | None, dict[Any, int]]:
+    def _restored(self, tokens: list[int]) -> tuple[Restored | None, dict[Form, int]]:
         """What can be reused, and for each form up to where the store holds the prompt."""
         if self._store is None:
             return None, {}

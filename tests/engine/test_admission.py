@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 
-import pytest
-from recording_support import INTERVAL, FakeLive, FakeSpace, fake_plan
+from recording_support import INTERVAL, FakeLive, FakeSpace
 
-from kvstore import NamespaceInfo, Store, TensorSpec
+from kvstore import TensorSpec
 from kvstore.gc import usage
 from kvstore.keys import pack_tokens
 from kvstore_mlx.forms import Form
@@ -17,17 +16,6 @@ from kvstore_mlx.writer import Writer
 
 BIG = (TensorSpec("0.keys", "F32", 16, (64,)), TensorSpec("0.values", "F32", 16, (64,)))
 CHUNK = INTERVAL * 2 * 16 * 64 * 4
-
-
-@pytest.fixture
-def store(tmp_path):
-    with Store.open(tmp_path / "cache", interval=INTERVAL) as opened:
-        yield opened
-
-
-@pytest.fixture
-def form(store):
-    return Form(fake_plan(), store.namespace(NamespaceInfo({"model": "fake"})))
 
 
 def save(form: Form, writer: Writer, prompt: list[int], chunks: int) -> Recording:

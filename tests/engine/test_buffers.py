@@ -9,8 +9,9 @@ from cache_support import attention_plan
 from mlx_lm.models.cache import KVCache
 
 from kvstore.blocks import TensorSpec
-from kvstore_mlx.buffers import address_phase, copy_rows, copy_whole, empty, has_non_finite, spec_of
+from kvstore_mlx.buffers import address_phase, copy_rows, copy_whole, empty, has_non_finite
 from kvstore_mlx.live import Live
+from kvstore_mlx.plan import _part as part_of
 from kvstore_mlx.restoring import Restoring
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
@@ -144,10 +145,11 @@ def test_nan_and_infinity_are_seen(dtype, name):
 
 def test_what_a_block_cannot_hold_is_refused():
     with pytest.raises(ValueError, match="cannot be cut by token"):
-        spec_of("x", mx.zeros((1, 2, 3, 0)))
+        part_of("x", mx.zeros((2, 3)))
     with pytest.raises(ValueError, match="cannot be cut by token"):
-        spec_of("x", mx.zeros((2, 3)))
-    assert spec_of("x", mx.zeros((1, 2, 3, 4), mx.bfloat16)) == TensorSpec("x", "BF16", 2, (4,))
+        part_of("x", mx.zeros((1, 2, 3, 4), mx.complex64))
+    assert not part_of("x", mx.zeros((1, 2, 3, 0))).stored
+    assert part_of("x", mx.zeros((1, 2, 3, 4), mx.bfloat16)).spec == TensorSpec("x", "BF16", 2, (4,))
 
 
 def test_the_phase_is_an_address_within_a_cache_line():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from recording_support import INTERVAL, SPECS, FakeLive, FakeSpace, fake_plan, spans, state_at
 
-from kvstore import NamespaceInfo, Store, TensorSpec, UnavailableError
+from kvstore import NamespaceInfo, TensorSpec, UnavailableError
 from kvstore_mlx.forms import Form
 from kvstore_mlx.housekeeping import Housekeeping
 from kvstore_mlx.live import Extras
@@ -18,26 +18,8 @@ from kvstore_mlx.writer import Job, Writer
 
 
 @pytest.fixture
-def store(tmp_path):
-    with Store.open(tmp_path / "cache", interval=INTERVAL) as opened:
-        yield opened
-
-
-@pytest.fixture
-def form(store):
-    return Form(fake_plan(), store.namespace(NamespaceInfo({"model": "fake"})))
-
-
-@pytest.fixture
 def stateful(store):
     return Form(fake_plan(stateful=True), store.namespace(NamespaceInfo({"model": "fake, stateful"})))
-
-
-@pytest.fixture
-def writer(store):
-    made = Writer(Housekeeping(store, 1 << 30))
-    yield made
-    made.close(10)
 
 
 def record(form, writer, prompt, *, known=0, decoded=False, **more):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -55,6 +56,14 @@ def test_the_answer_is_mlx_lm_s_first_written_and_then_restored(loaded, opened):
         assert answer[-1].finish_reason == wanted[-1].finish_reason
         assert answer[-1].prompt_tokens == wanted[-1].prompt_tokens
         assert answer[-1].generation_tokens == wanted[-1].generation_tokens
+
+
+def test_the_speed_of_a_prompt_is_its_own(opened):
+    with opened() as cache:
+        started = time.perf_counter()
+        (response,) = cache.stream_generate(PROMPT, max_tokens=1)
+        seconds = time.perf_counter() - started
+    assert response.prompt_tokens / seconds <= response.prompt_tps < 1e6
 
 
 def test_processors_see_the_whole_prompt_after_a_restore(loaded, opened):

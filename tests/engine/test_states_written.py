@@ -6,9 +6,9 @@ import logging
 
 import numpy as np
 import pytest
-from recording_support import INTERVAL, SPECS, FakeLive, fake_plan, state_at
+from recording_support import SPECS, FakeLive, fake_plan, state_at
 
-from kvstore import FileSystem, NamespaceInfo, Span, Store
+from kvstore import FileSystem, NamespaceInfo, Span
 from kvstore.keys import pack_tokens
 from kvstore.states import State, StateTensor
 from kvstore_mlx.forms import Form
@@ -20,21 +20,8 @@ TOKENS = list(range(1, 601))
 
 
 @pytest.fixture
-def store(tmp_path):
-    with Store.open(tmp_path / "cache", interval=INTERVAL) as opened:
-        yield opened
-
-
-@pytest.fixture
 def form(store):
     return Form(fake_plan(stateful=True), store.namespace(NamespaceInfo({"model": "fake"})))
-
-
-@pytest.fixture
-def writer(store):
-    made = Writer(Housekeeping(store, 1 << 30))
-    yield made
-    made.close(10)
 
 
 def span(first: int, end: int) -> Span:

@@ -19,17 +19,6 @@ from kvstore_mlx.writer import Boundary, Job, Writer
 TOKENS = pack_tokens(range(1, 3 * INTERVAL + 1))
 
 
-@pytest.fixture
-def store(tmp_path):
-    with Store.open(tmp_path / "cache", interval=INTERVAL) as opened:
-        yield opened
-
-
-@pytest.fixture
-def form(store):
-    return Form(fake_plan(), store.namespace(NamespaceInfo({"model": "fake"})))
-
-
 def span(first: int, end: int) -> Span:
     return Span(first, end - first, SPECS, FakeLive(end).copy(first, end))
 

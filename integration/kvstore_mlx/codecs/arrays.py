@@ -6,26 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvstore.states import Scalar
-from kvstore_mlx.codecs.base import Snapshot, refuse
+from kvstore_mlx.codecs.base import Snapshot, Whole, refuse
 
 __all__ = ["Arrays"]
 
 
-class Arrays:
+class Arrays(Whole):
     """ArraysCache, alone or in a batch: the first axis of each slot is the sequence."""
 
-    rows: tuple[str, ...] = ()
-    stateful = True
     token_axis: int | None = None
 
     def config(self, cache: Any) -> Mapping[str, Scalar]:
         """How many slots."""
         return {"slots": len(cache.cache)}
-
-    def arrays(self, cache: Any) -> Sequence[Any]:
-        """None: all of it is state."""
-        del cache
-        return ()
 
     def extent(self, cache: Any, index: int | None) -> tuple[int, int] | None:
         """It does not count tokens; other layers and the recording do."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from kvstore.states import Scalar
 
-__all__ = ["Codec", "Snapshot", "attention_rows", "batch_start", "refuse"]
+__all__ = ["Codec", "Snapshot", "Whole", "attention_rows", "batch_start", "refuse"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,18 @@ class Codec(Protocol):
 
         arrays are the rows, with room for more than tokens. ValueError when the snapshot does not fit the cache.
         """
+
+
+class Whole:
+    """What the codecs of classes have in common that cannot be cut by token at all: nothing of them is rows."""
+
+    rows: tuple[str, ...] = ()
+    stateful = True
+
+    def arrays(self, cache: Any) -> Sequence[Any]:
+        """None: all of it is state."""
+        del cache
+        return ()
 
 
 def batch_start(cache: Any, index: int) -> int:

@@ -9,26 +9,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvstore.states import Scalar
-from kvstore_mlx.codecs.base import Snapshot, refuse
+from kvstore_mlx.codecs.base import Snapshot, Whole, refuse
 
 __all__ = ["Chunked"]
 
 
-class Chunked:
+class Chunked(Whole):
     """Never in a batch: mlx-lm cannot merge it."""
 
-    rows: tuple[str, ...] = ()
-    stateful = True
     token_axis: int | None = 2
 
     def config(self, cache: Any) -> Mapping[str, Scalar]:
         """The size of a chunk."""
         return {"chunk_size": cache.chunk_size}
-
-    def arrays(self, cache: Any) -> Sequence[Any]:
-        """None: all of it is state."""
-        del cache
-        return ()
 
     def extent(self, cache: Any, index: int | None) -> tuple[int, int] | None:
         """Tokens seen, which may be more than are still there."""

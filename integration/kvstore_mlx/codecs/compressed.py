@@ -6,28 +6,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvstore.states import Scalar
-from kvstore_mlx.codecs.base import Snapshot, refuse
+from kvstore_mlx.codecs.base import Snapshot, Whole, refuse
 
 __all__ = ["Compressed"]
 
 _TENSORS = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate")
 
 
-class Compressed:
+class Compressed(Whole):
     """Never in a batch: mlx-lm cannot merge it. Groups close every few tokens, so it cannot be cut by token either."""
 
-    rows: tuple[str, ...] = ()
-    stateful = True
     token_axis: int | None = 1
 
     def config(self, cache: Any) -> Mapping[str, Scalar]:
         """The size of the window."""
         return {"window_size": cache.window_size}
-
-    def arrays(self, cache: Any) -> Sequence[Any]:
-        """None: all of it is state."""
-        del cache
-        return ()
 
     def extent(self, cache: Any, index: int | None) -> tuple[int, int] | None:
         """Tokens seen."""

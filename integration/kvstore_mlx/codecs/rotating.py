@@ -12,26 +12,19 @@ from typing import Any
 import mlx.core as mx
 
 from kvstore.states import Scalar
-from kvstore_mlx.codecs.base import Snapshot, refuse
+from kvstore_mlx.codecs.base import Snapshot, Whole, refuse
 
 __all__ = ["Rotating"]
 
 
-class Rotating:
+class Rotating(Whole):
     """RotatingKVCache, and the BatchRotatingKVCache that a batch makes of it."""
 
-    rows: tuple[str, ...] = ()
-    stateful = True
     token_axis: int | None = 2
 
     def config(self, cache: Any) -> Mapping[str, Scalar]:
         """The window, and how many first tokens never leave it."""
         return {"max_size": cache.max_size, "keep": cache.keep}
-
-    def arrays(self, cache: Any) -> Sequence[Any]:
-        """None: all of it is state."""
-        del cache
-        return ()
 
     def extent(self, cache: Any, index: int | None) -> tuple[int, int] | None:
         """Tokens seen, which may be more than are still there."""
