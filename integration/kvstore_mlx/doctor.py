@@ -37,7 +37,7 @@ from kvstore.sizes import format_size, parse_size
 from kvstore.store import Store
 from kvstore_mlx.versions import check_versions
 
-__all__ = ["command"]
+__all__ = ["command", "parser"]
 
 _PACKAGES = ("kvstore-llm", "mlx", "mlx-lm", "numpy", "xxhash")
 
@@ -66,7 +66,7 @@ class Report:
 
 def command(argv: Sequence[str]) -> int:
     """Say whether this machine, engine and directory go together, and how fast; returns the exit code."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     place = place_of(options.directory)
     report = Report(str(place.path), place.why, warnings=warnings_for(place.path))
     with _without_log():
@@ -94,31 +94,33 @@ def _without_log() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser(_command: str = "doctor", *, engine_flags: bool = True) -> argparse.ArgumentParser:
+    """The parser of the command, which has no flags of an engine's; see kvstore.cli.adapters."""
+    del engine_flags
+    made = argparse.ArgumentParser(
         prog="kvstore doctor",
         description="Say whether this machine, this engine and this cache directory go together, and how fast.",
         epilog="Exit codes: 0 all is well; 1 something cannot be used; 2 wrong command line; 3 works, with warnings.",
     )
-    parser.add_argument(
+    made.add_argument(
         "directory",
         metavar="DIR",
         nargs="?",
         type=_named,
         help="the cache directory (default: $KVSTORE_DIR, or kvstore/kv among your caches)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document on stdout instead of tables")
-    parser.add_argument("--again", action="store_true", help="look at MLX's memory again, whatever is remembered")
-    parser.add_argument(
+    made.add_argument("--json", action="store_true", help="print one JSON document on stdout instead of tables")
+    made.add_argument("--again", action="store_true", help="look at MLX's memory again, whatever is remembered")
+    made.add_argument(
         "--no-speed", dest="speed", action="store_false", help="do not measure: nothing is written to the disk"
     )
-    parser.add_argument(
+    made.add_argument(
         "--size",
         type=_size,
         default="256MiB",
         help="bytes to measure speeds with (default: 256MiB, four times in memory)",
     )
-    return parser
+    return made
 
 
 def _named(text: str) -> str:

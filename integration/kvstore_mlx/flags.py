@@ -84,6 +84,7 @@ class CacheArguments:
             "--kv-cache-durability",
             metavar="MODE",
             type=_durability,
+            choices=tuple(Durability),
             help="What survives power loss: none (what the system wrote so far), barrier (all that was published, but "
             "maybe not the last seconds) or full (all of it) (default: barrier)",
         )

@@ -19,9 +19,10 @@ from typing import Any
 from kvstore.errors import KVStoreError
 from kvstore.store import Store
 from kvstore_mlx.flags import CacheArguments
+from kvstore_mlx.parsers import parser
 from kvstore_mlx.wrapping import Refusal, leave, open_store, run_engine, settings_of
 
-__all__ = ["chat", "generate"]
+__all__ = ["chat", "generate", "parser"]
 
 log = logging.getLogger("kvstore")
 

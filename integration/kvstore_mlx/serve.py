@@ -15,9 +15,10 @@ from typing import Any
 
 from kvstore.errors import KVStoreError
 from kvstore_mlx.flags import CacheArguments
+from kvstore_mlx.parsers import parser
 from kvstore_mlx.wrapping import Refusal, leave, open_store, replaced, run_engine, settings_of
 
-__all__ = ["command"]
+__all__ = ["command", "parser"]
 
 
 def command(argv: Sequence[str]) -> int:

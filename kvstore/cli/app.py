@@ -6,16 +6,13 @@ codes of its own. A traceback is a bug of ours, never an answer to a mistake.
 
 from __future__ import annotations
 
-import ast
 import errno
 import io
 import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from importlib.metadata import EntryPoint, entry_points
-from importlib.util import find_spec
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +21,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from kvstore._version import __version__
+from kvstore.cli.adapters import add_adapter_commands
 from kvstore.errors import KVStoreError, NotACacheDirectoryError, SizeError
 from kvstore.layout import Layout
 from kvstore.locations import Place, place_of
@@ -208,41 +206,8 @@ def _tolerate() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-def _add_adapter_command(entry: EntryPoint) -> None:
-    """A command that an engine adapter provides. It parses its own flags, and is imported only when it runs."""
-
-    def run(context: typer.Context) -> None:
-        try:
-            command = entry.load()
-        except ImportError as error:
-            console.print(
-                f"kvstore: `kvstore {entry.name}` needs the {error.name} package; "
-                "install it with: pip install 'kvstore-llm[mlx]'",
-                style="red",
-                highlight=False,
-                soft_wrap=True,
-                markup=False,
-            )
-            raise typer.Exit(1) from error
-        raise typer.Exit(command(list(context.args)))
-
-    app.command(
-        entry.name,
-        help=_summary(entry),
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    )(run)
-
-
-def _summary(entry: EntryPoint) -> str:
-    """The first sentence of an adapter command's docstring, read and not imported: engines take a second to import."""
-    module, _, function = entry.value.partition(":")
-    with suppress(ImportError, OSError, SyntaxError, ValueError):
-        spec = find_spec(module)
-        if spec is not None and spec.origin is not None:
-            for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
-                if isinstance(node, ast.FunctionDef) and node.name == function and (text := ast.get_docstring(node)):
-                    return f"{text.partition('; ')[0].rstrip('.')}."
-    return f"Provided by {module.partition('.')[0]}."
+def _missing(sentence: str) -> None:
+    console.print(f"kvstore: {sentence}", style="red", highlight=False, soft_wrap=True, markup=False)
 
 
 def main() -> None:
@@ -250,7 +215,6 @@ def main() -> None:
     # Importing a command module registers it, and only here.
     from kvstore.cli import clear, du, fsck, gc, ls, merge, quota, repack, report, show, stats, top, tree, why  # noqa: F401, PLC0415
 
-    for entry in sorted(entry_points(group="kvstore.commands")):
-        _add_adapter_command(entry)
+    add_adapter_commands(app, _missing)
     _tolerate()
     app()

@@ -390,12 +390,12 @@ def test_help_says_what_an_adapter_s_command_is_for(tmp_path, monkeypatch):
     """Read from its source: an engine takes a second to import, and help must not need one."""
     from importlib.metadata import EntryPoint
 
-    from kvstore.cli.app import _summary
+    from kvstore.cli.adapters import summary
 
     (tmp_path / "engine.py").write_text(
         'import nothing_like_it\ndef run(argv):\n    """Serve it; returns the code."""\n'
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert _summary(EntryPoint("x", "engine:run", "kvstore.commands")) == "Serve it."
-    assert _summary(EntryPoint("x", "engine:other", "kvstore.commands")) == "Provided by engine."
-    assert _summary(EntryPoint("x", "no_such.engine:run", "kvstore.commands")) == "Provided by no_such."
+    assert summary(EntryPoint("x", "engine:run", "kvstore.commands")) == "Serve it."
+    assert summary(EntryPoint("x", "engine:other", "kvstore.commands")) == "Provided by engine."
+    assert summary(EntryPoint("x", "no_such.engine:run", "kvstore.commands")) == "Provided by no_such."
