@@ -41,7 +41,10 @@ def clear(
         str | None, typer.Option(metavar="ID", help="Delete this namespace; a unique beginning of its id will do.")
     ] = None,
     older_than: Annotated[
-        str | None, typer.Option(help="Delete what was not used for this long, such as 30d; with --namespace, of it.")
+        str | None,
+        typer.Option(
+            metavar="AGE", help="Delete what was not used for this long, such as 30d; with --namespace, of it."
+        ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     dry_run: DryRunOption = False,

@@ -71,7 +71,7 @@ def fsck(
     repair: Annotated[
         bool, typer.Option("--repair", help="Set aside in quarantine/ what is damaged. Nothing of value is deleted.")
     ] = False,
-    jobs: Annotated[int, typer.Option(min=1, max=64, help="How many files to examine at once.")] = 2,
+    jobs: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="How many files to examine at once.")] = 2,
     resume: Annotated[
         Path | None,
         typer.Option(

@@ -34,13 +34,15 @@ def gc(
     *,
     size: Annotated[
         str | None,
-        typer.Option(help="What the directory may take, such as 20GiB. With --namespace: what that one may take."),
+        typer.Option(
+            metavar="SIZE", help="What the directory may take, such as 20GiB. With --namespace: what that one may take."
+        ),
     ] = None,
     min_free: Annotated[
-        str | None, typer.Option(help="What should stay free on its file system, such as 10GiB.")
+        str | None, typer.Option(metavar="SIZE", help="What should stay free on its file system, such as 10GiB.")
     ] = None,
     older_than: Annotated[
-        str | None, typer.Option(help="Remove what was not used for this long, such as 30d, 12h or 90m.")
+        str | None, typer.Option(metavar="AGE", help="Remove what was not used for this long, such as 30d, 12h or 90m.")
     ] = None,
     namespace: Annotated[
         str | None, typer.Option(metavar="ID", help="Remove nodes of this namespace only; a unique beginning will do.")

@@ -99,12 +99,16 @@ def ls(
     newer_than: Annotated[
         str | None, typer.Option(metavar="AGE", help="Only what was used within this time, such as 1h.")
     ] = None,
-    min_tokens: Annotated[int, typer.Option(min=0, help="Only conversations of at least so many tokens.")] = 0,
+    min_tokens: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Only conversations of at least so many tokens.")
+    ] = 0,
     sort: Annotated[Sort, typer.Option(help="What comes first: the longest, the largest, the last used.")] = Sort.AGE,
     limit: Annotated[
         int | None,
         typer.Option(
-            min=0, help=f"Show so many conversations, the first ones; 0 for all (default: {_LIMIT}, with --json all)."
+            metavar="N",
+            min=0,
+            help=f"Show so many conversations, the first ones; 0 for all (default: {_LIMIT}, with --json all).",
         ),
     ] = None,
     tree: Annotated[bool, typer.Option("--tree", help="Show what conversations share once, as a tree.")] = False,

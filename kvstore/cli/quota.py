@@ -34,7 +34,7 @@ def quota(
     namespace: Annotated[
         str | None, typer.Option(metavar="ID", help="The namespace; a unique beginning of its id will do.")
     ] = None,
-    size: Annotated[str | None, typer.Option(help="What it may take on disk, such as 5GiB.")] = None,
+    size: Annotated[str | None, typer.Option(metavar="SIZE", help="What it may take on disk, such as 5GiB.")] = None,
     clear: Annotated[bool, typer.Option("--clear", help="Let it take what the directory may.")] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -31,7 +31,7 @@ def repack(
     directory: DirectoryArgument = None,
     *,
     older_than: Annotated[
-        str, typer.Option(help="Only what was not used for this long, such as 1d, 12h or 0s.")
+        str, typer.Option(metavar="AGE", help="Only what was not used for this long, such as 1d, 12h or 0s.")
     ] = "1d",
     namespace: Annotated[
         str | None, typer.Option(metavar="ID", help="Only nodes of this namespace; a unique beginning will do.")

@@ -28,7 +28,7 @@ def report(
         str, typer.Option("--output", "-o", metavar="FILE", help="Where to write the page; - for stdout.")
     ] = "cache.html",
     limit: Annotated[
-        int, typer.Option(min=0, help="Show so many conversations, those used last; 0 for all of them.")
+        int, typer.Option(metavar="N", min=0, help="Show so many conversations, those used last; 0 for all of them.")
     ] = _LIMIT,
 ) -> None:
     """Write a page for a browser: prefixes as an icicle, a timeline of their use, and a table, all in one file."""

@@ -38,7 +38,7 @@ _SAMPLE = re.compile(r"(kvstore_\w+(?:\{[^}]*\})?) (\S+)")
 def top(
     url: Annotated[str, typer.Argument(help="Where the server listens.", metavar="[URL]")] = "http://127.0.0.1:8080",
     *,
-    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
+    every: Annotated[float, typer.Option(metavar="SECONDS", min=0.2, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, and print it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --once: print one JSON document on stdout.")] = False,
 ) -> None:

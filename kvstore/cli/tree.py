@@ -21,7 +21,7 @@ def tree(
         str, typer.Option(metavar="PREFIX", help="Only namespaces whose id begins with this.", show_default=False)
     ] = "",
     limit: Annotated[
-        int | None, typer.Option(min=0, help="Show so many conversations, those used last; 0 for all.")
+        int | None, typer.Option(metavar="N", min=0, help="Show so many conversations, those used last; 0 for all.")
     ] = None,
 ) -> None:
     """Show conversations as a tree: what they share stands once, with sizes and last use (the same as ls --tree)."""
