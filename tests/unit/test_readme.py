@@ -23,7 +23,7 @@ def test_the_library_example_runs(tmp_path, monkeypatch):
 
 def test_its_two_commands_are_targets_of_the_makefile():
     makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"^    make (\w+)", README, re.MULTILINE)):
+    for target in set(re.findall(r"^make (\w+)", README, re.MULTILINE)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
 
 
