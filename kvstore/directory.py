@@ -1,7 +1,8 @@
 """Make, recognise and refuse cache directories.
 
 kvstore.json makes a folder a cache directory and is written last. It holds the format version, the interval, and
-whether several users share the directory on purpose; none of them ever changes.
+whether several users share the directory on purpose; none of them ever changes. (What is done about a directory that
+is emptied under a process which has it open is in kvstore.renewal.)
 """
 
 from __future__ import annotations
@@ -23,7 +24,18 @@ from kvstore.locks import publish_lock
 from kvstore.manifest import FORMAT, MAX_INTERVAL
 from kvstore.untrusted import parse
 
-__all__ = ["CACHEDIR_TAG", "DEFAULT_INTERVAL", "open_directory", "unavailable", "write_file"]
+__all__ = [
+    "CACHEDIR_TAG",
+    "DEFAULT_INTERVAL",
+    "check_free",
+    "complete",
+    "fill",
+    "interval_of",
+    "open_directory",
+    "read_config",
+    "unavailable",
+    "write_file",
+]
 
 DEFAULT_INTERVAL = 2048
 """Tokens a chunk. Small enough that a resume loses little, large enough that a 200,000-token prompt is 100 files."""
@@ -54,14 +66,14 @@ def open_directory(
         raise IntervalMismatchError(f"interval must be from {MIN_INTERVAL} to {MAX_INTERVAL} tokens, not {interval}")
     given = fs or FileSystem(durability, private=not shared)
     try:
-        config = _read_config(given, layout)
+        config = read_config(given, layout)
         if config is None:
-            _check_free(layout, create)
+            check_free(layout, create)
             config = _create(given, layout, interval or DEFAULT_INTERVAL, clock)
-        found = _interval(layout, config)
+        found = interval_of(layout, config)
         used = fs or FileSystem(durability, private=config.get("shared") is not True)
         if create:
-            _complete(used, layout)
+            complete(used, layout)
     except OSError as error:
         raise unavailable(layout.root, error) from error
     if interval is not None and interval != found:
@@ -94,7 +106,7 @@ def _is_below(directory: Path, name: object) -> bool:
     return isinstance(name, str | bytes) and directory in Path(os.fsdecode(name)).parents
 
 
-def _read_config(fs: FileSystem, layout: Layout) -> dict[str, Any] | None:
+def read_config(fs: FileSystem, layout: Layout) -> dict[str, Any] | None:
     """kvstore.json, or None when there is none. Never trusts its shape."""
     try:
         data, _ = fs.read_file(layout.config, _CONFIG_LIMIT)
@@ -113,7 +125,8 @@ def _read_config(fs: FileSystem, layout: Layout) -> dict[str, Any] | None:
     return config
 
 
-def _interval(layout: Layout, config: dict[str, Any]) -> int:
+def interval_of(layout: Layout, config: dict[str, Any]) -> int:
+    """Tokens a chunk; FormatVersionError for a newer format, NotACacheDirectoryError for no usable interval."""
     if config["format"] != FORMAT:
         raise FormatVersionError(
             f"{layout.root} has format {config['format']}, and this kvstore knows format {FORMAT}; "
@@ -125,7 +138,7 @@ def _interval(layout: Layout, config: dict[str, Any]) -> int:
     return interval
 
 
-def _check_free(layout: Layout, create: bool) -> None:
+def check_free(layout: Layout, create: bool) -> None:
     """Creating is for a missing or empty folder, or one where a creation was cut off; anything else is not ours."""
     if not create:
         raise NotACacheDirectoryError(f"{layout.root} is not a cache directory; check the path")
@@ -141,10 +154,16 @@ def _check_free(layout: Layout, create: bool) -> None:
 
 
 def _create(fs: FileSystem, layout: Layout, interval: int, clock: Clock) -> dict[str, Any]:
-    """Make the tree, kvstore.json last: it is what makes a folder a cache directory. Two processes may both be here."""
     for missing in reversed([layout.root, *layout.root.parents]):
         if not missing.exists():
             fs.make_dir(missing)
+    return fill(fs, layout, interval, clock)
+
+
+def fill(fs: FileSystem, layout: Layout, interval: int, clock: Clock) -> dict[str, Any]:
+    """Make the tree in a folder that is there, kvstore.json last: it is what makes a folder a cache directory. Two
+    processes may both be here; what kvstore.json says then.
+    """
     with suppress(OSError):
         fs.exclude_from_backup(layout.root)
     for folder in layout.folders:
@@ -158,7 +177,7 @@ def _create(fs: FileSystem, layout: Layout, interval: int, clock: Clock) -> dict
         config["shared"] = True
     try:
         with publish_lock(layout):
-            found = _read_config(fs, layout)
+            found = read_config(fs, layout)
             if found is None:
                 write_file(context, layout.tag, CACHEDIR_TAG)
                 write_file(context, layout.config, json.dumps(config, indent=2).encode() + b"\n")
@@ -168,7 +187,7 @@ def _create(fs: FileSystem, layout: Layout, interval: int, clock: Clock) -> dict
     return found
 
 
-def _complete(fs: FileSystem, layout: Layout) -> None:
+def complete(fs: FileSystem, layout: Layout) -> None:
     """Make folders that a copy left out because they were empty. What cannot be written can still be read."""
     for folder in layout.folders:
         if not folder.is_dir():

@@ -147,6 +147,13 @@ class FileSystem:
         """All names in a folder."""
         return os.listdir(path)
 
+    def mount_point(self, path: Path) -> Path:
+        """Where the volume that a path lies on is mounted."""
+        folder = Path(os.path.realpath(path))
+        while folder != folder.parent and not os.path.ismount(folder):
+            folder = folder.parent
+        return folder
+
     def exclude_from_backup(self, path: Path) -> None:
         """Ask Time Machine to pass a folder over. Other systems' backups go by CACHEDIR.TAG."""
         if sys.platform == "darwin":

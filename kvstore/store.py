@@ -30,6 +30,7 @@ from kvstore.lookup import Match, find
 from kvstore.namespace import NamespaceInfo
 from kvstore.prefilled import find_prefilled
 from kvstore.publish import Published, publish, publish_state
+from kvstore.renewal import Renewal
 from kvstore.restore import THREADS, Allocate, Restored, read
 from kvstore.standing import Standing, names, standing
 from kvstore.states import AllocateState, Scalar, State, read_state
@@ -43,6 +44,7 @@ class Store:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._renewal = Renewal(context)
 
     @classmethod
     def open(
@@ -91,11 +93,21 @@ class Store:
 
     def namespace(self, info: NamespaceInfo) -> Namespace:
         """A namespace of this directory. Nothing is written before something is published into it."""
-        return Namespace(Space(self._context, info))
+        return Namespace(Space(self._context, info), self._renewal)
 
     def tokenizations(self, scope: bytes) -> Tokenizations:
         """Saved tokenizations of whole requests; scope is everything of the tokenizer that decides tokens."""
         return Tokenizations(self._context, scope)
+
+    def renew(self) -> bool:
+        """Set the directory up anew if somebody emptied it; True when its content is not what it was (kvstore.renewal).
+
+        Each publish does so; this is for whoever remembers what the directory held. Raises KVStoreError.
+        """
+        try:
+            return self._renewal.check()
+        except OSError as error:
+            raise unavailable(self.path, error) from error
 
     def check_writable(self) -> None:
         """Raise UnavailableError now when nothing can be written, rather than at the first publish."""
@@ -128,8 +140,9 @@ class Store:
 class Namespace:
     """One namespace of a store: look prefixes up, read them, publish them."""
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, space: Space, renewal: Renewal) -> None:
         self._space = space
+        self._renewal = renewal
         # Hashed when the namespace is opened rather than in its first lookup, whose time it would be a fifth of.
         _ = space.root, space.nodes
 
@@ -185,6 +198,7 @@ class Namespace:
     def _publishing(self) -> Iterator[None]:
         context = self._space.context
         try:
+            self._renewal.check()
             self._describe()
             yield
         except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,7 +38,10 @@ class Fault:
 
 @dataclass
 class Vanish(Fault):
-    """From the n-th call on the directory is elsewhere: its volume was pulled out. empty: a mount point is left."""
+    """From the n-th call on the directory is elsewhere: its volume was pulled out. empty: a mount point is left.
+
+    So the directory is where the volume is mounted.
+    """
 
     root: Path = Path()
     empty: bool = False
@@ -63,11 +67,27 @@ class Vanish(Fault):
             self.gone = False
 
 
+@dataclass
+class Emptied(Fault):
+    """At the n-th call somebody removes all that is in the directory, but not the directory."""
+
+    root: Path = Path()
+
+    def strike(self) -> None:
+        for entry in list(self.root.iterdir()):
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
 @dataclass(frozen=True)
 class FaultyFileSystem(FileSystem):
     """Every call through the seam may fail."""
 
     fault: Fault = field(default_factory=Fault)
+
+    def mount_point(self, path):
+        if not isinstance(self.fault, Vanish):
+            return super().mount_point(path)
+        return self.fault.root.parent if self.fault.gone else self.fault.root
 
     def make_dir(self, path):
         self.fault.call("make_dir")

@@ -120,6 +120,9 @@ class Housekeeping:
         """
         if self._limit is not None and not self._limit.allows(size, self._monotonic()):
             return self._refuse(Refusal.LIMIT, size)
+        if self._store.renew():
+            # What was known is about a directory that is not there any more; a full one would refuse this node.
+            self._used, self._coldest, self._not_before = None, None, 0.0
         if self._used is None or self._since > self._measure_after:
             self._used = self._look(namespace.standing(tokens).stands_on)
         if self._used + size <= self._budget:

@@ -100,6 +100,27 @@ def test_the_directory_vanishes_while_serving(serve, tiny_llama, tmp_path):
     assert server.stop() == 0
 
 
+def test_the_directory_is_emptied_while_serving(serve, tiny_llama, tmp_path):
+    """`rm -r DIR/*`, or another disk: what is asked next is saved again, with the interval that the server was told."""
+    directory = tmp_path / "cache"
+    server = serve(tiny_llama, "--kv-cache-dir", str(directory), *FLAGS)
+    first = server.chat(conversation(1))
+    wait_saved(server, directory, first.prompt_tokens)
+    for entry in list(directory.iterdir()):
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    other = server.chat(conversation(1, "another topic"))
+    wait_saved(server, directory, other.prompt_tokens)
+    again = server.chat(conversation(2, "another topic"))
+    wait_saved(server, directory, again.prompt_tokens)
+    assert [line for line in server.warnings if "was emptied while in use; it was set up anew" in line]
+    assert "Traceback" not in server.log
+    assert server.stop() == 0
+    fresh = serve(tiny_llama, "--kv-cache-dir", str(directory), *FLAGS)
+    restored = fresh.chat(conversation(2, "another topic"))
+    assert restored.ids == again.ids
+    assert restored.cached_tokens == restored.prompt_tokens - 1
+
+
 def test_the_disk_fills_while_serving(serve, tiny_llama, tmp_path):
     """A real full file system: a tmpfs of 1 MiB holds the directory and not the conversation."""
     directory = tmp_path / "small"

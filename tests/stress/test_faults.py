@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from fault_support import ERRORS, Fault, Vanish, faulty, system_faults
+from fault_support import ERRORS, Emptied, Fault, Vanish, faulty, system_faults
 from stress_support import examine, quick_place, staged
 
 from kvstore import KVStoreError, NamespaceInfo, Store, UnavailableError
@@ -254,6 +254,33 @@ def test_the_directory_vanishes_at_a_call(base, place, operation, empty):
                 assert not empty or os.listdir(root) == []
                 fault.back()
                 afterwards(operation, store, fault)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+def test_the_directory_is_emptied_at_a_call(base, place, operation):
+    """Whatever was under way: what is published next finds a directory that was set up anew, and no error."""
+    for at in range(count_calls(operation, base, place)):
+        fault = Emptied(root=place / "store")
+        with open_base(base, place, fault) as store:
+            fault.calls.clear()
+            fault.at = at
+            with naming(f"call {at}"):
+                attempt(operation, store)
+                attempt(operation, store)
+                restore(store)
+                restore_state(store)
+                fault.at = None
+                space = store.namespace(INFO)
+                space.publish(TOKENS, [ORACLE.span(TOKENS, 0, 32), ORACLE.span(TOKENS, 32, 40)])
+                space.publish_state(TOKENS[: 4 * 32], ORACLE.state(TOKENS[: 4 * 32]))
+                assert restore(store) >= 40
+                operation.call(store)
+                if operation.check is not check_look:  # what it saved is gone, as it should be
+                    operation.check(store)
+        assert staged(place / "store") == []
+        examine(place / "store")
+        with Store.open(place / "store", create=False, interval=INTERVAL) as fresh:
+            assert restore(fresh) >= 40
 
 
 @pytest.mark.parametrize("name", ["EIO", "EACCES", "EMFILE", "ENOSPC", "ESTALE"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 
 import pytest
@@ -258,3 +259,16 @@ def test_a_quota_that_says_nothing_is_warned_of_and_limits_nothing(server, caplo
             assert one.request(prompt(INTERVAL, seed)) is None
     assert caplog.text.count("does not hold a size") == 1
     assert len(manifests(one.store.path)) == 5
+
+
+def test_a_full_directory_that_was_emptied_is_not_full(server):
+    """What was known of it would refuse all that is new, and the publish that sets it up would never come."""
+    one = server(nodes=3.5)
+    for number in range(5):
+        one.request(prompt(INTERVAL, number))
+    assert one.request(prompt(INTERVAL, 77)) is Refusal.WARM
+    for entry in list(one.store.path.iterdir()):
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    assert one.request(prompt(INTERVAL, 78)) is None
+    assert one.saved(prompt(INTERVAL, 78)) == INTERVAL
+    assert one.house.used <= one.house.budget
