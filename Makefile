@@ -3,7 +3,7 @@
 
 PY := .venv/bin/python
 
-.PHONY: man exactness models help demo test soak reliability lint bench bench-quick setup clean
+.PHONY: man docs exactness models help demo test soak reliability lint bench bench-quick setup clean
 
 help:
 	@echo "make demo    a coding-review conversation on a real model: disabled, first write, repeat, restart"
@@ -16,6 +16,7 @@ help:
 	@echo "make bench-page  docs/benchmarks.md anew from the raw values in docs/bench"
 	@echo "make exactness  how much the pieces of a prefill matter on this machine: docs/exactness.md"
 	@echo "make models  every model family of mlx-lm, tiny, restored and compared: docs/models.md; MODELS=llama for one"
+	@echo "make docs    the documentation site: build/site/index.html"
 	@echo "make man     docs/man/kvstore.1 anew from the command line"
 	@echo "make clean   remove .venv and build"
 
@@ -57,6 +58,14 @@ exactness: .venv/.ready
 
 models: .venv/.ready
 	LD_PRELOAD="$$($(PY) tools/fast_blas.py)" $(PY) tools/models.py $(MODELS)
+
+.venv/.docs: .venv/.ready pyproject.toml
+	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	@touch $@
+
+# The variable silences a notice that the theme is maintained until May 2027 only (pyproject.toml says so, too).
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 man: .venv/.ready
 	$(PY) tools/man_page.py

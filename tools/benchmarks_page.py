@@ -31,7 +31,7 @@ RAW = ROOT / "docs" / "bench"
 _OPENING = """\
 # Benchmarks
 
-Written by `python tools/benchmarks_page.py` (`make bench-page`) from the raw values in [bench/](bench); no figure is
+Written by `python tools/benchmarks_page.py` (`make bench-page`) from the raw values in `docs/bench`; no figure is
 typed by hand. Each benchmark is one command, `python tools/bench.py SUBCOMMAND` (`--help` says more). Methods take
 turns in one run, a warm-up is thrown away, ratios are of pairs of the same round, and what stands in a cell is the
 median (minimum to maximum). A million nodes are on [a page of their own](scale.md).
