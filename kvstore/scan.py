@@ -15,7 +15,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -170,9 +170,12 @@ def scan(context: Context) -> Scan:
     )
 
 
-def usage(context: Context) -> int:
-    """Bytes that the whole directory takes on disk, whatever is in it. Raises OSError."""
-    return _tree(context.layout.root)
+def usage(context: Context, rest: Callable[[], None] = lambda: None) -> int:
+    """Bytes that the whole directory takes on disk, whatever is in it; rest is called at each folder.
+
+    Raises OSError.
+    """
+    return _tree(context.layout.root, rest)
 
 
 def free_bytes(context: Context) -> int:
@@ -305,12 +308,13 @@ def _count_foreign(entry: os.DirEntry[str], above: Path, tally: Tally) -> None:
         return
 
 
-def _tree(root: Path) -> int:
+def _tree(root: Path, rest: Callable[[], None] = lambda: None) -> int:
     """Allocated bytes of a folder and all below it, by a stack: the depth of a foreign tree is not ours to trust."""
     tally = Tally()
     stack = [root]
     while stack:
         folder = stack.pop()
+        rest()
         for entry in _entries(folder, tally):
             try:
                 if entry.is_dir(follow_symlinks=False):

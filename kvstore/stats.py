@@ -34,10 +34,13 @@ COUNTERS = (
     "disk_tokens",
     "generated_tokens",
     "read_bytes",
+    "read_us",
     "written_tokens",
     "written_bytes",
 )
-"""memory_tokens and disk_tokens: those of the prompts that were reused, by where they came from."""
+"""memory_tokens and disk_tokens: those of the prompts that were reused, by where they came from. read_us: microseconds
+from the first open to caches that an engine can use, for what read_bytes counts.
+"""
 
 MAX_ROWS = 500
 """Processes told apart; the oldest beyond are added up."""
@@ -76,6 +79,19 @@ class Stats:
     def total(self, counter: str) -> int:
         """One counter over all processes."""
         return sum(row.counts.get(counter, 0) for row in self.rows.values())
+
+    def read_speed(self, host: str | None = None) -> float | None:
+        """Bytes a second at which prefixes were restored, on one machine or on all; None when nobody measured it.
+
+        Older versions did not, so rows without a time are left out, and sums of old rows with them.
+        """
+        timed = [
+            row
+            for writer, row in self.rows.items()
+            if row.counts.get("read_us") and (owner := Owner.parse(writer)) and host in {None, owner.host}
+        ]
+        size = sum(row.counts.get("read_bytes", 0) for row in timed)
+        return size / sum(row.counts["read_us"] for row in timed) * 1e6 if size else None
 
 
 class StatsFile:

@@ -151,6 +151,7 @@ class Metrics:
             memory_tokens=fetched.reused if fetched.tier == "memory" else 0,
             disk_tokens=fetched.reused if fetched.tier == "disk" else 0,
             read_bytes=fetched.restored_bytes,
+            read_us=round(fetched.restore_s * 1e6) if fetched.tier == "disk" else 0,
         )
 
         def wrote(tokens: int, size: int, seconds: float) -> None:

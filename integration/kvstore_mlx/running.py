@@ -27,6 +27,7 @@ from kvstore_mlx.housekeeping import Housekeeping
 from kvstore_mlx.http import Gauges, observed_responses, reporting_handler
 from kvstore_mlx.metrics import Metrics
 from kvstore_mlx.spaces import Settings, Spaces
+from kvstore_mlx.status import Status
 from kvstore_mlx.tier import TieredPromptCache, guarded
 from kvstore_mlx.tokenizing import TokenizingCache
 from kvstore_mlx.writer import Writer
@@ -121,6 +122,8 @@ class RunningServer:
         self._housekeeping = Housekeeping(store, cache.size, cache.write_limit)
         self._writer = Writer(self._housekeeping)
         self._spaces = Spaces(store, provider, settings)
+        self._status = Status(store, cache.size)
+        self._spaces.made = self._status.tell
         self._tier = TieredPromptCache(provider.cli_args.prompt_cache_size, self._spaces, self._writer, cache.saving)
         if cache.explain:
             self._tier.explainer = Explainer(lambda: lambda tokens: str(provider.tokenizer.decode(tokens)))
@@ -161,6 +164,7 @@ class RunningServer:
             reason = error.strerror or error
             self._failure = CannotServeError(f"cannot listen on {host} port {port}: {reason}; choose another --port")
         finally:
+            self._status.close()
             if responses is not None:
                 responses.stop_and_join()
             self._tokens.close(JOIN_S)
@@ -211,6 +215,8 @@ class RunningServer:
         if error is None:
             if self._provider.model_key is not None:
                 self._spaces.of(self._provider.model_key)
+            else:
+                self._status.tell()
             return
         model = self._provider.cli_args.model
         if model.startswith(("/", ".", "~")) and not Path(model).exists():

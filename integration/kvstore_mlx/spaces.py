@@ -47,7 +47,10 @@ class Settings:
 
 
 class Spaces:
-    """The models a server has loaded, by mlx_lm.server's model key (path, adapter, draft model)."""
+    """The models a server has loaded, by mlx_lm.server's model key (path, adapter, draft model).
+
+    made: told of each that was loaded by its name, with its space, or with why it has none; on the generation thread.
+    """
 
     def __init__(self, store: Store, provider: Any, settings: Settings) -> None:
         self._store = store
@@ -57,6 +60,7 @@ class Spaces:
         self._loaded: dict[Any, weakref.ref[Any]] = {}
         self._off: dict[Any, str] = {}
         self.phase = address_phase()
+        self.made: Callable[[str, ModelSpace | None, str], None] = lambda _label, _space, _why: None
 
     def of(self, model_key: Any) -> ModelSpace | None:
         """The space of the model that is loaded now; None when it is served without the directory.
@@ -66,7 +70,8 @@ class Spaces:
         loaded = self._loaded.get(model_key)
         if loaded is None or loaded() is not self._provider.model:
             self._loaded[model_key] = weakref.ref(self._provider.model)
-            self._known[model_key] = self._make(model_key)
+            space = self._known[model_key] = self._make(model_key)
+            self.made(_name(model_key), space, self._off.get(model_key, ""))
         return self._known[model_key]
 
     def models(self) -> dict[str, str]:
@@ -75,12 +80,12 @@ class Spaces:
         for model_key, space in list(self._known.items()):
             forms = [] if space is None else space.forms
             trouble = next((form.trouble for form in forms if form.trouble), "")
-            found[Path(model_key[0]).name or model_key[0]] = self._off.get(model_key, "") or trouble
+            found[_name(model_key)] = self._off.get(model_key, "") or trouble
         return found
 
     def _make(self, model_key: Any) -> ModelSpace | None:
         model, adapter, draft = model_key
-        label = Path(model).name or model
+        label = _name(model_key)
         started = time.perf_counter()
         try:
             space = make_space(
@@ -103,6 +108,11 @@ class Spaces:
         ids = " and ".join(form.namespace.id for form in space.forms)
         log.info("kvstore: %s uses namespace %s (identified in %.1f s)", label, ids, seconds)
         return space
+
+
+def _name(model_key: Any) -> str:
+    """What people call a model."""
+    return Path(model_key[0]).name or str(model_key[0])
 
 
 def make_space(

@@ -29,14 +29,17 @@ def polls(seconds: float) -> Iterator[int]:
 class Server:
     """`kvstore serve` (or another command) as a subprocess; its log is a file."""
 
-    def __init__(self, log: Path, model: Path | str, *flags: str, command=("-m", "kvstore", "serve")) -> None:
+    def __init__(
+        self, log: Path, model: Path | str, *flags: str, command=("-m", "kvstore", "serve"), with_model: bool = True
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.log_file = log
+        named = ["--model", str(model)] if with_model else []
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, *command, "--model", str(model), "--port", str(self.port), *flags],
+                [sys.executable, *command, *named, "--port", str(self.port), *flags],
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},

@@ -62,7 +62,7 @@ def test_counters_are_written_when_told_and_kept_over_a_restart(one):
         stats.add(requests=1, prompt_tokens=100, disk_tokens=reused)
         stats.close()
     found = read_stats(one.context)
-    assert [found.total(name) for name in COUNTERS] == [2, 200, 0, 30, 0, 0, 0, 0]
+    assert [found.total(name) for name in COUNTERS] == [2, 200, 0, 30, 0, 0, 0, 0, 0]
     assert len(found.rows) == len(found.files) == 2
     assert all(row.began <= row.updated for row in found.rows.values())
     assert os.stat(stats.path).st_mode & 0o777 == 0o600
@@ -365,3 +365,20 @@ def test_other_files_and_counters_to_come_are_left_alone(one):
     with open_store(one.path.parent / "other") as target:
         merge_stats(one.context, target.context)
         assert read_stats(target.context).total("hits_to_come") == 7
+
+
+def test_the_speed_is_of_those_who_measured_it(one):
+    """Rows of older versions have no times, and sums of old rows may be of both; another machine has another disk."""
+    assert read_stats(one.context).read_speed() is None
+    write(one, 1, read_bytes=10**9)
+    assert read_stats(one.context).read_speed() is None
+    write(one, 2, read_bytes=3 * 10**9, read_us=10**6)
+    write(one, 3, read_bytes=10**9, read_us=10**6)
+    write(one, 4, host="mac.1", read_bytes=10**9, read_us=10**9)
+    write(one, 5, read_bytes=0, read_us=0)
+    older = {"older.00000001": {"began": 1, "updated": 2, "read_bytes": 1 << 40, "read_us": 1}}
+    (one.path / "stats" / "folded.00000001.json").write_text(json.dumps({"format": 1, "rows": older}))
+    assert read_stats(one.context).read_speed(ME.host) == 2e9
+    assert read_stats(one.context).read_speed("mac") == 1e6
+    assert read_stats(one.context).read_speed("nobody") is None
+    assert 4e6 < read_stats(one.context).read_speed() < 6e6

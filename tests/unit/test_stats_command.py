@@ -28,7 +28,14 @@ def test_figures_over_all_processes(tmp_path):
     path = tmp_path / "s"
     counted(path, requests=3, prompt_tokens=1000, memory_tokens=300, disk_tokens=400, generated_tokens=50)
     counted(
-        path, requests=1, prompt_tokens=1000, disk_tokens=900, read_bytes=4096, written_tokens=10, written_bytes=1024
+        path,
+        requests=1,
+        prompt_tokens=1000,
+        disk_tokens=900,
+        read_bytes=4096,
+        read_us=2000,
+        written_tokens=10,
+        written_bytes=1024,
     )
     document = invoke_json("stats", path)
     assert (document["processes"], document["unreadable"], document["hit_rate"]) == (2, 0, 0.8)
@@ -40,6 +47,7 @@ def test_figures_over_all_processes(tmp_path):
         "disk_tokens": 1300,
         "generated_tokens": 50,
         "read_bytes": 4096,
+        "read_us": 2000,
         "written_tokens": 10,
         "written_bytes": 1024,
     }
@@ -50,6 +58,8 @@ def test_figures_over_all_processes(tmp_path):
     assert "requests 4 in" in text
     assert "by 2 processes" in text
     assert "reused 1,600 (80.0 %): 300 from memory, 1,300 from disk" in text
+    assert "read 4.0 KiB, at 2.0 MiB/s" in text
+    assert document["read_bytes_per_second"] == 2048000
     assert "written 1.0 KiB, 0.25 of what was read, for 10 tokens" in text
     assert "last used" not in text  # nothing is saved
 
