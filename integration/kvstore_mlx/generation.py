@@ -53,9 +53,13 @@ def answer(
     quantization: Quantization | None,
     finish: Callable[[Run, list[int]], None],
 ) -> Iterator[GenerationResponse]:
-    """Responses token by token; finish is called with what was forwarded, however the iteration ends."""
+    """Responses token by token; finish is called with what was forwarded, whether all responses are taken or not.
+
+    But not when something fails between two of them (an interrupt, a logits processor): some layers may have seen a
+    token then that others have not, and recurrent ones cannot tell.
+    """
     generated: list[int] = []
-    forwarded = 0
+    whole = False
     detokenizer = tokenizer.detokenizer
     started = time.perf_counter()
 
@@ -78,8 +82,6 @@ def answer(
             model, run, max_tokens, sampler=sampler, processors=processors, quantization=quantization
         ):
             generated.append(token)
-            # The engine has forwarded a token when it hands it over; the first one came out of the prefill.
-            forwarded = len(generated) if len(generated) > 1 else 0
             reason = None
             if token in tokenizer.eos_token_ids:
                 reason = "stop"
@@ -88,12 +90,16 @@ def answer(
                 reason = "length" if len(generated) == max_tokens else None
             if reason is not None:
                 detokenizer.finalize()
-            yield response(token, logprobs, reason)
+            each = response(token, logprobs, reason)
+            # The engine has forwarded a token when it hands it over; but the first one came out of the prefill.
+            whole = len(generated) > 1
+            yield each
             if reason is not None:
                 return
+            whole = False
     finally:
-        if forwarded:
-            finish(run, [*run.tokens, *generated[:forwarded]])
+        if whole:
+            finish(run, [*run.tokens, *generated])
 
 
 def _tokens(

@@ -129,7 +129,6 @@ class Cached:
         from kvstore_mlx.explain import Explainer  # noqa: PLC0415 - as above
         from kvstore_mlx.generation import tokens_of  # noqa: PLC0415 - as above
         from kvstore_mlx.metrics import Served  # noqa: PLC0415 - as above
-        from kvstore_mlx.spaces import make_caches  # noqa: PLC0415 - as above
 
         draft = kwargs.get("draft_model")
         caches, history = prompt_cache, self._history[1] if prompt_cache is self._history[0] else []
@@ -140,7 +139,7 @@ class Cached:
             yield from original(model, tokenizer, prompt, *args, prompt_cache=prompt_cache, **kwargs)
             return
         if caches is None:
-            caches = make_caches(model, draft, None if draft is not None else kwargs.get("max_kv_size"))
+            caches = self._fresh(model, draft, kwargs.get("max_kv_size"))
         self._loaded.model, self._loaded.draft_model = model, draft
         if self._explain:
             self._tier.explainer = Explainer(lambda: lambda ids: str(tokenizer.decode(ids)))
@@ -148,23 +147,34 @@ class Cached:
         served = Served()
         self._metrics.begin(served)
         found, rest = self._tier.extend(self._key, tokens, caches if history else None, len(history))
-        if found is not None:
-            # In place: a chat holds on to its list.
-            caches[:] = found
+        if found is not None or history:
+            # In place: a chat holds on to its list. What was in it is of no use when neither can go on from it.
+            caches[:] = found if found is not None else self._fresh(model, draft, kwargs.get("max_kv_size"))
         stream = recording_stream_generate(original, self._tier, self._settings.quantization)
         generated: list[int] = []
+        # What fails within the engine may leave a token in some layers and not in others: nobody knows such caches.
+        self._history, whole = (None, []), False
         try:
             responses = stream(
                 model=model, tokenizer=tokenizer, prompt=rest, prompt_cache=caches, stream=generation_stream, **kwargs
             )
             for response in self._metrics.watched(served, responses):
                 generated.append(response.token)
+                whole = True
                 yield response
+                whole = False
+            whole = True
         finally:
-            if generated:
+            if generated and whole:
                 held = [*tokens, *generated]
                 self._tier.insert_cache(self._key, held, caches)
                 self._history = (prompt_cache, held)
+
+    def _fresh(self, model: Any, draft: Any, window: int | None) -> list[Any]:
+        """Empty caches as the engine makes them; it knows no window with a draft model."""
+        from kvstore_mlx.spaces import make_caches  # noqa: PLC0415 - imports the engine
+
+        return make_caches(model, draft, None if draft is not None else window)
 
     def close(self) -> None:
         """Write what is queued, and let the directory go."""
