@@ -15,7 +15,7 @@ import fcntl
 import os
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -96,24 +96,22 @@ class FileSystem:
         if self.durability is Durability.NONE:
             return
         if sys.platform == "darwin":
-            _sync_on_macos(fd, fcntl.F_FULLFSYNC if self.durability is Durability.FULL else _F_BARRIERFSYNC)
+            command = fcntl.F_FULLFSYNC if self.durability is Durability.FULL else _F_BARRIERFSYNC
+            _sync(fd, lambda fd: fcntl.fcntl(fd, command), os.fsync)
         else:
-            os.fdatasync(fd)
+            _sync(fd, os.fdatasync, os.fsync)
 
     def sync_dir(self, path: Path) -> None:
-        """Make a folder's entries durable. File systems that cannot sync folders are let be."""
+        """Make a folder's entries durable."""
         if self.durability is Durability.NONE:
             return
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             if sys.platform == "darwin" and self.durability is Durability.FULL:
                 # fsync there leaves a name in the drive's cache, and a full publish has promised the medium.
-                _sync_on_macos(fd, fcntl.F_FULLFSYNC)
+                _sync(fd, lambda fd: fcntl.fcntl(fd, fcntl.F_FULLFSYNC), os.fsync)
             else:
-                os.fsync(fd)
-        except OSError as error:
-            if error.errno not in _NOT_SUPPORTED:
-                raise
+                _sync(fd, os.fsync)
         finally:
             os.close(fd)
 
@@ -201,14 +199,18 @@ class FileSystem:
             os.close(fd)
 
 
-def _sync_on_macos(fd: int, command: int) -> None:
-    """F_BARRIERFSYNC or F_FULLFSYNC. Network and FAT volumes have neither; plain fsync is all they offer."""
-    try:
-        fcntl.fcntl(fd, command)
-    except OSError as error:
-        if error.errno not in _NOT_SUPPORTED:
-            raise
-        os.fsync(fd)
+def _sync(fd: int, *ways: Callable[[int], object]) -> None:
+    """The first of these that the file system has. One that has none (network, FUSE and FAT volumes lack the first or
+    all of them) offers no better than to be written to, and is let be.
+    """
+    for way in ways:
+        try:
+            way(fd)
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+        else:
+            return
 
 
 def allocated_bytes(status: os.stat_result) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import Durability, FileSystem
+from kvstore import Durability, FileSystem, Store
 from kvstore import fs as fs_module
 from kvstore.fs import allocated_bytes, preadv_full
 
@@ -125,10 +125,31 @@ def test_a_file_system_that_cannot_sync_folders_is_let_be(tmp_path, monkeypatch,
 
 
 @linux_only
-def test_a_failing_disk_is_not_let_be(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", fail_with(errno.EIO))
-    with pytest.raises(OSError, match="Input/output error"):
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.ENOTTY, errno.ENOSYS])
+def test_a_file_system_without_fdatasync_gets_fsync(tmp_path, monkeypatch, syncs, code):
+    monkeypatch.setattr(os, "fdatasync", fail_with(code))
+    sync_both(FileSystem(), tmp_path)
+    assert syncs == ["fsync", "fsync"]
+
+
+@linux_only
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.ENOTTY, errno.ENOSYS])
+def test_a_directory_where_nothing_can_be_synced_is_created_and_written(tmp_path, monkeypatch, code):
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, fail_with(code))
+    with Store.open(tmp_path / "store") as store:
+        store.check_writable()
+
+
+@linux_only
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+def test_a_failing_disk_is_not_let_be(tmp_path, monkeypatch, code):
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, fail_with(code))
+    with pytest.raises(OSError, match=os.strerror(code)):
         FileSystem().sync_dir(tmp_path)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        sync_both(FileSystem(), tmp_path)
 
 
 def fail_with(code: int):
