@@ -13,9 +13,8 @@ What kvstore did not write is never touched, nor are manifests of a newer versio
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,18 +23,15 @@ from kvstore.directory import unavailable
 from kvstore.errors import KVStoreError
 from kvstore.gc import Policy, collect
 from kvstore.layout import Layout, NodeName
-from kvstore.locks import gc_lock, publish_lock
+from kvstore.locks import gc_lock
 from kvstore.marking import Marked, Marks, mark
 from kvstore.scan import HashedFile, NodeFile, Scan, SetAside, appeared, scan
-from kvstore.sweep import BATCH, Doomed, batches, changed
+from kvstore.sweep import Doomed, Sweeper, batches, changed
 
 __all__ = ["ClearReport", "clear", "clear_unused"]
 
 _ROUND = 1024
 """Nodes removed before their folders are synced and their blocks follow; see kvstore.gc."""
-
-_PAUSE_S = 0.001
-"""Given to waiting publishers between two holds of the lock."""
 
 
 @dataclass
@@ -112,21 +108,29 @@ def clear_unused(
 
 
 class _Clearing:
-    """One run of clear. A dry run goes the same way; only _unlink, _lock and the syncs know it."""
+    """One run of clear. A dry run goes the same way."""
 
     def __init__(self, context: Context, namespace: str | None, report: ClearReport) -> None:
         self._context = context
         self._layout = context.layout
         self._namespace = namespace
         self._report = report
+        self._sweeper = Sweeper(context, lambda _point: None, dry_run=report.dry_run)
         # Names (namespace and key) of nodes that must stay because of what stays below them.
         self._kept: set[str] = set()
 
     def run(self) -> None:
         """Look at everything, then delete. Raises OSError and KVStoreError."""
         found = scan(self._context)
-        self._report.after_bytes = found.tally.allocated
-        with self._lock():  # the fence, see kvstore.gc
+        try:
+            self._clear(found)
+        finally:
+            sweeper, report = self._sweeper, self._report
+            report.skipped, report.failed, report.freed_bytes = sweeper.skipped, sweeper.failed, sweeper.freed
+            report.after_bytes = found.tally.allocated - sweeper.freed
+
+    def _clear(self, found: Scan) -> None:
+        with self._sweeper.lock():  # the fence, see kvstore.gc
             pass
         marks = mark(self._context, found.nodes, appeared(self._layout, found.nodes))
         newer = {_above(node) for node in marks.nodes if node.unreadable == "newer"}
@@ -149,57 +153,57 @@ class _Clearing:
         """Delete nodes, the blocks that nothing else names, and between the two make sure of the first."""
         blocks: list[Doomed] = []
         folders: dict[Path, None] = {}
-        for batch in batches(units, BATCH):
-            with self._lock():
-                for unit in batch:
-                    if not self._node(unit):
-                        self._kept.update((_name(unit[0]), _above(unit[0])))
-                        continue
-                    for node in unit:
-                        folders[node.file.path(self._layout).parent] = None
-                        blocks.extend(self._block(block) for block in _unnamed(node, found, marks))
-            self._released()
-        if not self._report.dry_run:
-            for folder in folders:
-                self._context.fs.sync_dir(folder)
-        self._report.blocks += self._files(blocks)
+        with self._sweeper.in_short_holds(units, self._paths) as held:
+            for unit in held:
+                if not self._node(unit):
+                    self._kept.update((_name(unit[0]), _above(unit[0])))
+                    continue
+                for node in unit:
+                    folders[node.file.path(self._layout).parent] = None
+                    blocks.extend(self._block(block) for block in _unnamed(node, found, marks))
+        for folder in folders:
+            self._sweeper.sync(folder)
+        self._report.blocks += self._sweeper.remove_all(blocks)
 
     def _node(self, unit: Sequence[Marked]) -> bool:
         """Delete a node's state and then its KV, if neither changed: a lookup refreshes the times of the KV alone."""
-        files = [_seen(node.file.path(self._layout), node.file) for node in unit]
+        files = [Doomed.node(self._layout, node.file) for node in unit]
         if _name(unit[0]) in self._kept or (not self._report.dry_run and any(changed(file) for file in files)):
-            self._report.skipped += len(unit)
+            self._sweeper.skipped += len(unit)
             return False
         for node, file in zip(unit, files, strict=True):
-            if not self._unlink(file):
+            if not self._sweeper.remove(file):
                 return False
             self._report.nodes += node.file.kind == "kv"
             self._report.states += node.file.kind == "state"
         return True
 
+    def _paths(self, unit: Sequence[Marked]) -> list[Path]:
+        return [node.file.path(self._layout) for node in unit]
+
     def _rest(self, found: Scan, marks: Marks) -> None:
         """What no manifest names, unless one that stays cannot be read."""
         if all(node.unreadable != "newer" for node in marks.nodes):
             named = marks.named
-            self._report.blocks += self._files(
+            self._report.blocks += self._sweeper.remove_all(
                 [self._block(block) for digest, block in found.blocks.items() if digest not in named]
             )
-        self._report.tokenizations += self._files(
+        self._report.tokenizations += self._sweeper.remove_all(
             [_seen(self._layout.tokens / file.name[:2] / file.name, file) for file in found.tokenizations]
         )
-        self._report.quarantined += self._files([_seen(file.path, file) for file in found.quarantine])
+        self._report.quarantined += self._sweeper.remove_all([_seen(file.path, file) for file in found.quarantine])
 
     def _descriptions(self) -> None:
         """Descriptions of namespaces that hold no manifest any more."""
         ids = [self._namespace] if self._namespace is not None else self._described()
-        with self._lock():
-            for namespace in ids:
+        with self._sweeper.in_short_holds(ids, lambda _: ()) as held:
+            for namespace in held:
                 path = self._layout.namespace_file(namespace)
                 if not path.is_file() or self._keeps(namespace):
                     continue
                 status = os.stat(path, follow_symlinks=False)
                 file = Doomed(path, status.st_blocks * 512, status.st_mtime_ns, status.st_ctime_ns)
-                self._report.namespaces += self._unlink(file)
+                self._report.namespaces += self._sweeper.remove(file)
 
     def _described(self) -> list[str]:
         names = (name.partition(".") for name in sorted(os.listdir(self._layout.namespaces)))
@@ -212,42 +216,8 @@ class _Clearing:
         folders = os.walk(self._layout.nodes / namespace)
         return any(NodeName.is_file_name(name) for _, _, names in folders for name in names)
 
-    def _files(self, files: Sequence[Doomed]) -> int:
-        removed = 0
-        for batch in batches(files, BATCH):
-            with self._lock():
-                for file in batch:
-                    if not self._report.dry_run and changed(file):
-                        self._report.skipped += 1
-                    else:
-                        removed += self._unlink(file)
-            self._released()
-        return removed
-
     def _block(self, block: HashedFile) -> Doomed:
         return _seen(self._layout.block(block.digest), block)
-
-    def _unlink(self, file: Doomed) -> bool:
-        """Delete a file; False, counted, when that cannot be done (it is another user's, say)."""
-        if not self._report.dry_run:
-            try:
-                self._context.fs.unlink(file.path)
-            except FileNotFoundError:
-                pass
-            except OSError:
-                self._report.failed += 1
-                return False
-            self._context.damaged.discard(file.path)
-        self._report.freed_bytes += file.allocated
-        self._report.after_bytes -= file.allocated
-        return True
-
-    def _lock(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._report.dry_run else publish_lock(self._layout)
-
-    def _released(self) -> None:
-        if not self._report.dry_run:
-            time.sleep(_PAUSE_S)
 
 
 def _seen(path: Path, file: NodeFile | HashedFile | SetAside) -> Doomed:

@@ -28,7 +28,7 @@ from kvstore.eviction import PROTECT_NS, young
 from kvstore.locks import gc_lock
 from kvstore.lookup import MAX_OPENED
 from kvstore.marking import Marked, Marks, group_of, level_of
-from kvstore.sweep import BATCH, Doomed, Sweeper, batches
+from kvstore.sweep import Doomed, Sweeper
 
 __all__ = ["Cold", "drop_contained"]
 
@@ -81,16 +81,14 @@ def drop_contained(cold: Cold, marks: Marks, *, dry_run: bool) -> tuple[Marks, i
 def _drop(cold: Cold, marks: Marks, sweeper: Sweeper) -> tuple[Marks, int]:
     gone: set[int] = set()
     folders: dict[Path, None] = {}
-    for batch in batches(list(_droppable(cold, marks)), BATCH):
-        with sweeper.lock():
-            for tail in batch:
-                path = tail.file.path
-                # Its state may have come since it was looked for; that touches the tail, too, but one look is cheap.
-                if path.with_suffix(".state").exists() or not tail.sibling.exists() or not sweeper.remove(tail.file):
-                    continue
-                gone.add(tail.index)
-                folders[path.parent] = None
-        sweeper.released()
+    with sweeper.in_short_holds(list(_droppable(cold, marks)), lambda tail: (tail.file.path,)) as held:
+        for tail in held:
+            path = tail.file.path
+            # Its state may have come since it was looked for; that touches the tail, too, but one look is cheap.
+            if path.with_suffix(".state").exists() or not tail.sibling.exists() or not sweeper.remove(tail.file):
+                continue
+            gone.add(tail.index)
+            folders[path.parent] = None
     for folder in folders:
         # Before gc takes the blocks that only these named: a power cut must not bring a tail back without them.
         sweeper.sync(folder)

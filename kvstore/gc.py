@@ -35,6 +35,8 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
 
 from kvstore.context import Context, this_process
 from kvstore.errors import KVStoreError
@@ -42,7 +44,7 @@ from kvstore.eviction import GRACE_NS, PROTECT_NS, Plan, Policy, choose, is_prot
 from kvstore.locks import gc_lock
 from kvstore.marking import Marked, Marks, mark
 from kvstore.scan import HashedFile, NodeFile, Scan, appeared, free_bytes, scan, usage
-from kvstore.sweep import BATCH, Doomed, Pause, Sweeper, batches, changed, in_disk_order
+from kvstore.sweep import Doomed, Pause, Sweeper, batches, changed, in_disk_order, path_of
 
 __all__ = ["GcReport", "Policy", "collect", "usage"]
 
@@ -260,6 +262,10 @@ class _Collection:
 
     def _remove_nodes(self, plan: Plan, found: Scan, marks: Marks) -> None:
         """Remove the victims, and the blocks that nothing names any more."""
+
+        def manifest_of(index: int) -> tuple[Path]:
+            return (marks.nodes[index].file.path(self._context.layout),)
+
         kept: set[str] = set()
         beside = _kv_beside_states(plan, marks)
         for victims in batches(plan.victims, _ROUND):
@@ -267,19 +273,17 @@ class _Collection:
             unnamed: list[HashedFile] = []
             # In this order: children's before their parents', as far as they differ.
             folders: dict[tuple[str, str], None] = {}
-            for batch in batches(in_disk_order(victims, marks), BATCH):
-                with self._sweeper.lock():
-                    for index in batch:
-                        node = marks.nodes[index]
-                        name, above = node.file.namespace + node.file.key, node.file.namespace + node.file.parent
-                        # What stays keeps its ancestors: a child is never without its parent, nor a state without KV.
-                        if name in kept or not self._remove_manifest(node.file, beside.get(index)):
-                            kept.update((name, above))
-                            continue
-                        self._removed.add(index)
-                        folders[node.file.namespace, node.file.parent[:2]] = None
-                        unnamed.extend(_drop(node, found, marks))
-                self._sweeper.released()
+            with self._sweeper.in_short_holds(in_disk_order(victims, marks), manifest_of) as held:
+                for index in held:
+                    node = marks.nodes[index]
+                    name, above = node.file.namespace + node.file.key, node.file.namespace + node.file.parent
+                    # What stays keeps its ancestors: a child is never without its parent, nor a state without KV.
+                    if name in kept or not self._remove_manifest(node.file, beside.get(index)):
+                        kept.update((name, above))
+                        continue
+                    self._removed.add(index)
+                    folders[node.file.namespace, node.file.parent[:2]] = None
+                    unnamed.extend(_drop(node, found, marks))
             for folder in folders:
                 self._sweeper.sync(self._context.layout.node_folder(*folder))
             self._pause("unnamed")
@@ -321,15 +325,13 @@ class _Collection:
         if self._policy.namespace is not None:
             return
         folder = self._context.layout.tokens
-        old = sorted((file.mtime_ns, file) for file in found.tokenizations)
-        for batch in batches(old, BATCH):
-            with self._sweeper.lock():
-                for used, file in batch:
-                    if used >= plan.horizon_ns and not self._missing()[0]:
-                        return
-                    if not young(file.mtime_ns, file.ctime_ns, self._now, PROTECT_NS):
-                        self._report.tokenizations += self._sweeper.remove(Doomed.hashed(folder, file))
-            self._sweeper.released()
+        old = [Doomed.hashed(folder, file) for file in sorted(found.tokenizations, key=attrgetter("mtime_ns"))]
+        with self._sweeper.in_short_holds(old, path_of) as held:
+            for file in held:
+                if file.mtime_ns >= plan.horizon_ns and not self._missing()[0]:
+                    return
+                if not young(file.mtime_ns, file.ctime_ns, self._now, PROTECT_NS):
+                    self._report.tokenizations += self._sweeper.remove(file)
 
 
 def _kv_beside_states(plan: Plan, marks: Marks) -> dict[int, NodeFile]:
