@@ -150,6 +150,24 @@ def test_the_page_is_rewritten_between_its_markers(tmp_path, monkeypatch, capsys
     assert text.endswith("<!-- figures: end -->\nafter\n")
 
 
+def test_rows_of_earlier_runs_are_kept_when_asked_to(tmp_path, monkeypatch):
+    (tmp_path / "records").mkdir()
+    page = tmp_path / "page.md"
+    old = table([document(what="this", histories=1), document(what="that", command="make test TESTS=y", damages=3)])
+    page.write_text(f"<!-- figures: begin (x) -->\n{old}<!-- figures: end -->\n")
+    monkeypatch.setattr("sys.argv", ["x", "--add", "--records", str(tmp_path / "records"), "--page", str(page)])
+    new = document(what="this", histories=2)
+    new["conditions"]["commit"] = "y"
+    (tmp_path / "records" / "a.json").write_text(json.dumps(new))
+    for _ in range(2):
+        assert reliability_table.main() == 0
+        text = page.read_text()
+        assert text.count("| this | 2 histories |") == 1
+        assert "| this | 1 histories |" not in text
+        assert text.count("| that | 3 damages |") == 1
+        assert text.count("commit x") == text.count("commit y") == 1
+
+
 @pytest.mark.parametrize("marker", ["<!-- figures: begin (make reliability) -->", "<!-- figures: end -->"])
 def test_the_page_has_its_markers(marker):
     assert PAGE.count(marker) == 1
