@@ -28,6 +28,7 @@ from typing import Any
 
 from rich.table import Table
 
+from kvstore.cli.adapters import SentenceParser
 from kvstore.cli.app import console, output, print_json
 from kvstore.cli.common import warn
 from kvstore.errors import KVStoreError
@@ -38,6 +39,8 @@ from kvstore.store import Store
 from kvstore_mlx.versions import check_versions
 
 __all__ = ["command", "parser"]
+
+_MIN_SIZE = 1 << 20
 
 _PACKAGES = ("kvstore-llm", "mlx", "mlx-lm", "numpy", "xxhash")
 
@@ -97,7 +100,7 @@ def _without_log() -> Iterator[None]:
 def parser(_command: str = "doctor", *, engine_flags: bool = True) -> argparse.ArgumentParser:
     """The parser of the command, which has no flags of an engine's; see kvstore.cli.adapters."""
     del engine_flags
-    made = argparse.ArgumentParser(
+    made = SentenceParser(
         prog="kvstore doctor",
         description="Say whether this machine, this engine and this cache directory go together, and how fast.",
         epilog="Exit codes: 0 all is well; 1 something cannot be used; 2 wrong command line; 3 works, with warnings.",
@@ -131,9 +134,12 @@ def _named(text: str) -> str:
 
 def _size(text: str) -> int:
     try:
-        return parse_size(text)
+        size = parse_size(text)
     except KVStoreError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    if size < _MIN_SIZE:
+        raise argparse.ArgumentTypeError(f"{format_size(size)} tell no speed; give at least {format_size(_MIN_SIZE)}")
+    return size
 
 
 def _versions(report: Report) -> None:

@@ -167,8 +167,11 @@ class CacheArguments:
         given = {name: value for name, value in taken.items() if value is not None}
         if given and "directory" not in given:
             raise KVStoreError("the --kv-cache-… flags need --kv-cache-dir")
-        if "directory" in given and "salt" not in given and (salt := os.environ.get(SALT_VARIABLE)):
-            given["salt"] = _salt(salt)
+        if "directory" in given and "salt" not in given and (salt := os.environ.get(SALT_VARIABLE)) is not None:
+            try:
+                given["salt"] = _checked(os.fsencode(salt), SALT_VARIABLE)
+            except argparse.ArgumentTypeError as error:
+                raise KVStoreError(f"{error}, or unset it") from error
         return CacheArguments(**given)
 
 
@@ -191,9 +194,18 @@ def _interval(text: str) -> int:
 
 
 def _salt(text: str) -> bytes:
-    if not text:
-        raise argparse.ArgumentTypeError("an empty salt separates nobody from anybody")
-    return os.fsencode(text)
+    return _checked(os.fsencode(text), "the salt")
+
+
+def _checked(salt: bytes, name: str) -> bytes:
+    """A salt that separates. One that is empty, or nothing but white space, is a command or a variable that failed, and
+    to take it for none would let tenants meet. No message holds it.
+    """
+    if not salt.strip():
+        raise argparse.ArgumentTypeError(f"{name} is empty, which separates nobody from anybody; give it a secret")
+    if len(salt) > _MAX_SALT_BYTES:
+        raise argparse.ArgumentTypeError(f"{name} is too long; give it from 1 to {_MAX_SALT_BYTES} bytes")
+    return salt
 
 
 def _salt_file(path: str) -> bytes:
@@ -203,10 +215,7 @@ def _salt_file(path: str) -> bytes:
             salt = file.read(_MAX_SALT_BYTES + 1)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{path} cannot be read: {error.strerror}") from error
-    salt = salt.removesuffix(b"\n").removesuffix(b"\r")
-    if not 0 < len(salt) <= _MAX_SALT_BYTES:
-        raise argparse.ArgumentTypeError(f"{path} holds no salt: give it from 1 to {_MAX_SALT_BYTES} bytes")
-    return salt
+    return _checked(salt.removesuffix(b"\n").removesuffix(b"\r"), path)
 
 
 def _count(text: str) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -134,6 +135,7 @@ class RunningServer:
         self._requests = Requests()
         self._failure: KVStoreError | None = None
         self._stopping = False
+        self._ending = False
 
     def batch_generator(self, *args: Any, **kwargs: Any) -> RecordingBatchGenerator:
         """What the server makes its batches with."""
@@ -162,8 +164,10 @@ class RunningServer:
             log.debug("kvstore: told to stop while starting")
         except OSError as error:
             reason = error.strerror or error
-            self._failure = CannotServeError(f"cannot listen on {host} port {port}: {reason}; choose another --port")
+            flag = "--host" if isinstance(error, socket.gaierror) else "--port"
+            self._failure = CannotServeError(f"cannot listen on {host} port {port}: {reason}; choose another {flag}")
         finally:
+            self._ending = True
             self._status.close()
             if responses is not None:
                 responses.stop_and_join()
@@ -208,7 +212,8 @@ class RunningServer:
             logging.shutdown()
             os._exit(1)
         self._stopping = True
-        raise KeyboardInterrupt
+        if not self._ending:
+            raise KeyboardInterrupt
 
     def _loaded(self, error: Exception | None) -> None:
         """Called on the generation thread when the model is loaded, or cannot be."""
@@ -223,8 +228,9 @@ class RunningServer:
             reason = "there is no such folder"
         else:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        self._failure = CannotServeError(f"cannot load the model {model}: {reason}")
-        os.kill(os.getpid(), signal.SIGTERM)
+        self._failure = self._failure or CannotServeError(f"cannot load the model {model}: {reason}")
+        if not self._stopping and not self._ending:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _responses(

@@ -20,6 +20,8 @@ from kvstore_mlx.wrapping import Refusal, leave, open_store, replaced, run_engin
 
 __all__ = ["command", "parser"]
 
+_MAX_PORT = 65535
+
 
 def command(argv: Sequence[str]) -> int:
     """mlx_lm.server, with a cache directory when --kv-cache-dir is given; returns the exit code of the process."""
@@ -33,8 +35,11 @@ def command(argv: Sequence[str]) -> int:
 
     given = CacheArguments()
 
-    def prepared(_arguments: argparse.Namespace, cache: CacheArguments) -> None:
+    def prepared(arguments: argparse.Namespace, cache: CacheArguments) -> None:
         nonlocal given
+        if cache.directory is not None and not 0 <= arguments.port <= _MAX_PORT:
+            # Without a directory it is mlx_lm.server's, which takes the number modulo 65,536.
+            raise KVStoreError(f"argument --port: {arguments.port} is not a port; they are from 0 to {_MAX_PORT}")
         given = cache
 
     def run(host: str, port: int, provider: Any, **kwargs: Any) -> None:

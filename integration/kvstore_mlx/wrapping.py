@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from kvstore.errors import KVStoreError
 from kvstore.locations import place_of, warnings_for
@@ -44,7 +44,8 @@ def run_engine(
 ) -> int:
     """Call module.main() with these arguments and names replaced; its exit code.
 
-    prepared is told the engine's own arguments and kvstore's when both are parsed.
+    prepared is told the engine's own arguments and kvstore's when both are parsed; a KVStoreError that it raises is a
+    wrong command line.
     """
 
     class Parser(argparse.ArgumentParser):
@@ -54,10 +55,16 @@ def run_engine(
             arguments = super().parse_args(*args, **kwargs)
             try:
                 cache = CacheArguments.take_from(arguments)
+                prepared(arguments, cache)
             except KVStoreError as error:
-                self.error(str(error))
-            prepared(arguments, cache)
+                self.exit(2, f"{self.prog}: error: {error}\n")
             return arguments
+
+        def error(self, message: str) -> NoReturn:
+            # The engine's mistakes are answered as the engine does: with its whole usage.
+            if "--kv-cache-" in message:
+                self.exit(2, f"{self.prog}: error: {message}\n")
+            super().error(message)
 
     lenient = SimpleNamespace(ArgumentParser=Parser, Namespace=argparse.Namespace)
     with replaced(module, argparse=lenient, **names), _arguments(command, argv):

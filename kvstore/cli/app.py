@@ -10,6 +10,7 @@ import errno
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,15 +65,47 @@ def writing(code: int = 1) -> Iterator[None]:
         raise typer.Exit(code) from error
 
 
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    """A wrong command line is one sentence on one line; typer would draw a box around it, as wide as the terminal."""
+    try:
+        yield
+    except Exception as error:
+        # Whatever class of whichever click it is. One of them says nothing but the help.
+        message = getattr(error, "format_message", None)
+        if message is None or type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        context = getattr(error, "ctx", None)
+        command = "kvstore" if context is None else context.command_path
+        said = message()
+        # What we say of a value, and a guess at what was meant, need no more words.
+        more = "" if said.startswith("Invalid value: ") or said.endswith("?") else f"; see `{command} --help`"
+        text = f"kvstore: {plain(_reworded(said))}{more}"
+        console.print(text, style="red", highlight=False, soft_wrap=True, markup=False)
+        raise typer.Exit(error.exit_code) from error  # type: ignore[attr-defined]
+
+
+def _reworded(message: str) -> str:
+    """What typer says of a value, without the words of the library that it asks."""
+    text = re.sub(r"^Invalid value(?: for '?(.+?)'?)?: ", lambda found: f"{found[1]}: " if found[1] else "", message)
+    text = text.replace("Value error, ", "").replace("Input should be", "it should be")
+    text = text.replace(", unable to parse string as an integer", "").replace(
+        ", unable to parse string as a number", ""
+    )
+    return text[:1].lower() + text[1:].rstrip(".")
+
+
 class _Commands(TyperGroup):
-    """Typer would end with 1 for a reader that left, and with a traceback where stdout is full."""
+    """Typer would end with 1 for a reader that left, with a traceback where stdout is full, and with a box for words
+    that it does not know.
+    """
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        with writing():
+        with writing(), _one_sentence():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, *args: Any, **kwargs: Any) -> Any:
-        with writing():
+        with writing(), _one_sentence():
             return super().invoke(*args, **kwargs)
 
 

@@ -14,7 +14,7 @@ from kvstore.cli.app import console, namespace_ids, output, plain
 from kvstore.errors import KVStoreError
 from kvstore.store import Store, unavailable
 
-__all__ = ["DryRunOption", "Told", "bar", "one_namespace", "plain", "say", "warn"]
+__all__ = ["DryRunOption", "PrefixOption", "Told", "bar", "beginning", "one_namespace", "plain", "say", "warn"]
 
 _EVERY_S = 0.1
 
@@ -24,6 +24,9 @@ _SHOWN = 20
 Told: TypeAlias = Callable[[int, int], None]
 
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
+PrefixOption = Annotated[
+    str | None, typer.Option("--namespace", metavar="PREFIX", help="Only namespaces whose id begins with this.")
+]
 
 
 @contextmanager
@@ -45,13 +48,19 @@ def bar(text: str) -> Iterator[Told]:
         yield told
 
 
-def one_namespace(store: Store, prefix: str) -> str:
-    """The id of the only namespace that begins with prefix; raises KVStoreError.
+def beginning(prefix: str | None) -> str:
+    """What ids of namespaces shall begin with, nothing for all of them; raises KVStoreError.
 
-    Nothing is no beginning, though only one namespace may be there: it is a variable that was not set.
+    Nothing is no beginning that anybody would write: it is a variable that was not set.
     """
-    if not prefix:
+    if prefix == "":
         raise KVStoreError("--namespace is empty; `kvstore ls --by-namespace` shows the ids that it can name")
+    return prefix or ""
+
+
+def one_namespace(store: Store, prefix: str) -> str:
+    """The id of the only namespace that begins with prefix; raises KVStoreError."""
+    beginning(prefix)
     try:
         found = namespace_ids(store, prefix)
     except OSError as error:

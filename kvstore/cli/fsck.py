@@ -151,8 +151,10 @@ def _lines(report: Report) -> Iterator[str]:
     if counts.foreign:
         yield f"{counts.foreign:,} files that are not kvstore's were left alone."
     left = report.errors - report.corrected
+    if report.error:
+        yield "The check was not completed."
     if not report.errors:
-        yield "No errors."
+        yield "No errors so far." if report.error else "No errors."
     elif report.repair:
         yield f"{report.errors:,} errors, {report.corrected:,} of them corrected and {left:,} left."
     else:

@@ -51,7 +51,7 @@ from kvstore.cli.app import (
     output,
     print_json,
 )
-from kvstore.cli.common import plain, say
+from kvstore.cli.common import PrefixOption, beginning, plain, say
 from kvstore.listing import Branch, Conversation, Listing, NamespaceRow, branches, by_namespace, listing
 from kvstore.quotas import read_quotas
 from kvstore.sizes import exact_size, format_age, format_size, parse_age
@@ -90,9 +90,7 @@ def ls(
     directory: DirectoryArgument = None,
     *,
     as_json: JsonOption = False,
-    namespace: Annotated[
-        str, typer.Option(metavar="PREFIX", help="Only namespaces whose id begins with this.", show_default=False)
-    ] = "",
+    namespace: PrefixOption = None,
     older_than: Annotated[
         str | None, typer.Option(metavar="AGE", help="Only what was not used for this long, such as 30d, 12h or 90m.")
     ] = None,
@@ -125,7 +123,8 @@ def ls(
             min_tokens,
         )
         try:
-            found = listing(store.context, namespace_ids(store, namespace) if namespace else None)
+            prefix = beginning(namespace)
+            found = listing(store.context, namespace_ids(store, prefix) if prefix else None)
         except OSError as error:
             raise unavailable(store.path, error) from error
         matching = [each for each in found.conversations if wanted.includes(each)]

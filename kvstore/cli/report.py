@@ -32,6 +32,8 @@ def report(
     ] = _LIMIT,
 ) -> None:
     """Write a page for a browser: prefixes as an icicle, a timeline of their use, and a table, all in one file."""
+    if not file:
+        raise typer.BadParameter("the name of the file is empty")
     with opened(directory) as store:
         try:
             found = make_report(store.context, limit)

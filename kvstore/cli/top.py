@@ -12,6 +12,7 @@ import json
 import re
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -101,13 +102,21 @@ def samples_of(text: str) -> dict[str, float]:
     return found
 
 
-def _address(url: str) -> str:
+def _address(given: str) -> str:
+    url = given
     if url.isdecimal():
         url = f"127.0.0.1:{url}"
     if "://" not in url:
         url = f"http://{url}"
-    if not url.startswith(("http://", "https://")):
-        raise typer.BadParameter("name the server by its address, such as http://127.0.0.1:8080, or by its port")
+    try:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.port == 0:
+            raise ValueError(url)
+    except ValueError:
+        # urlsplit refuses brackets that do not close, and ports that are none.
+        raise typer.BadParameter(
+            f"{given!r} is no address of a server; write it like http://127.0.0.1:8080, or its port alone"
+        ) from None
     return url.rstrip("/")
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvstore.cli.app import DirectoryArgument, JsonOption, app
+from kvstore.cli.common import PrefixOption
 from kvstore.cli.ls import ls
 
 __all__ = ["tree"]
@@ -17,9 +18,7 @@ def tree(
     directory: DirectoryArgument = None,
     *,
     as_json: JsonOption = False,
-    namespace: Annotated[
-        str, typer.Option(metavar="PREFIX", help="Only namespaces whose id begins with this.", show_default=False)
-    ] = "",
+    namespace: PrefixOption = None,
     limit: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Show so many conversations, those used last; 0 for all.")
     ] = None,

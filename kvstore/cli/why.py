@@ -22,7 +22,7 @@ import typer
 from rich.text import Text
 
 from kvstore.cli.app import DirectoryArgument, JsonOption, app, opened, output, print_json
-from kvstore.cli.common import plain, say
+from kvstore.cli.common import PrefixOption, beginning, plain, say
 from kvstore.cli.words import Words, read_text, read_tokens
 from kvstore.differences import HINTS, Cause, Pair, Texts, aligned, causes, lines, shown, texts_of
 from kvstore.errors import KVStoreError
@@ -59,9 +59,7 @@ def why(
         ),
     ] = None,
     model: Annotated[Path | None, typer.Option(metavar="FOLDER", help="The model's folder, for its tokenizer.")] = None,
-    namespace: Annotated[
-        str, typer.Option(metavar="PREFIX", help="Only namespaces whose id begins with this.", show_default=False)
-    ] = "",
+    namespace: PrefixOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Why a miss? Show where a prompt first differs from the nearest saved one, with both texts around that token."""
@@ -72,7 +70,7 @@ def why(
     with opened(directory) as store:
         words = None if model is None else Words(model, "--model")
         packed = pack_tokens(_tokens(tokens, prompt, words))
-        found = _nearest(store, packed, namespace)
+        found = _nearest(store, packed, beginning(namespace))
         view = _View(found, words)
         if as_json:
             print_json({"directory": str(store.path), **_document(view)})

@@ -54,7 +54,7 @@ def test_a_salt_without_a_directory_would_do_nothing():
         taken("--kv-cache-salt", SECRET)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\n", b"x" * 5000])
+@pytest.mark.parametrize("content", [None, b"", b"\n", b"  \t\n", b"x" * 5000])
 def test_what_holds_no_salt_is_refused(tmp_path, capsys, content):
     path = tmp_path / "salt"
     if content is not None:
@@ -72,6 +72,17 @@ def test_an_empty_salt_and_two_of_them_are_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         taken("--kv-cache-dir", "/d", "--kv-cache-salt", SECRET, "--kv-cache-salt-file", str(tmp_path / "salt"))
     assert "secret" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("salt", ["", " ", "\t\n", "x" * 5000])
+def test_a_variable_that_holds_no_secret_is_a_mistake_and_not_the_salt_of_everybody(monkeypatch, salt):
+    """`KVSTORE_SALT=$(cat missing) kvstore serve …` must not share with those who have none."""
+    monkeypatch.setenv("KVSTORE_SALT", salt)
+    with pytest.raises(KVStoreError, match=r"^KVSTORE_SALT is (empty|too long).*, or unset it$") as refused:
+        taken("--kv-cache-dir", "/d")
+    assert "xxx" not in str(refused.value)
+    assert taken("--kv-cache-dir", "/d", "--kv-cache-salt", "mine").salt == b"mine"
+    assert taken() == CacheArguments()
 
 
 def test_tenants_never_meet(serve, tiny_llama, tmp_path, monkeypatch):
