@@ -7,7 +7,6 @@ be resumed at boundary states, they also make the engine stop at them.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,8 +16,8 @@ from mlx_lm.generate import BatchGenerator
 
 from kvstore_mlx.boundaries import cut_segments
 from kvstore_mlx.fingerprint import Quantization
+from kvstore_mlx.padding import Padding
 from kvstore_mlx.prefill import pieces, prefill, with_prefix
-from kvstore_mlx.probe import masks_padding
 from kvstore_mlx.recording import Recording
 from kvstore_mlx.tier import TieredPromptCache, guarded
 
@@ -30,17 +29,13 @@ log = logging.getLogger("kvstore")
 class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm ships no types
     """mlx-lm's BatchGenerator, with each sequence followed by its recording."""
 
-    _masked: tuple[weakref.ref[Any] | None, bool] = (None, False)
-    """The model that was looked at last, and whether it masks the padding of a batch."""
-
     def __init__(self, *args: Any, tier: TieredPromptCache, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._tier = tier
         self._recordings: dict[int, Recording] = {}
         self._due: set[int] = set()
         self._added: dict[int, set[int]] = {}
-        self._done: dict[int, int] = {}
-        self._padded: set[int] = set()
+        self._padding = Padding(self.model, self.stream)
         self._caching = False
 
     def insert_segments(self, segments: list[list[list[int]]], *args: Any, **kwargs: Any) -> list[int]:
@@ -51,7 +46,8 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
             pieces, ends = cut_segments(segments[0], recording.known, recording.boundaries)
             segments, added = [pieces], {end - recording.known for end in ends}
         uids: list[int] = super().insert_segments(segments, *args, **kwargs)
-        self._caching = self._caching or recording is not None
+        # Without a recording, too: what is in memory now may be recorded with the next turn.
+        self._caching = self._caching or self._tier.has_directory
         if recording is not None and len(uids) == 1:
             self._recordings[uids[0]] = recording
             if added:
@@ -67,8 +63,9 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
     def extract_cache(self, uids: list[int]) -> Any:
         """As in mlx-lm; the server keeps these caches in memory."""
         extracted = super().extract_cache(uids)
-        for uid in self._padded & set(extracted):
-            self._tier.distrust(extracted[uid][0])
+        for uid in extracted:
+            if uid in self._padding:
+                self._tier.distrust(extracted[uid][0])
         return extracted
 
     def next(self) -> Any:
@@ -77,7 +74,8 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
         What a first token makes due is copied before the next step, when the token has been handed to its client.
         """
         if self._due:
-            guarded(self._save_prompts)
+            due, self._due = self._due, set()
+            guarded(lambda: self._save_prompts(due))
         prompt_responses, generation_responses = super().next()
         for response in prompt_responses:
             # The server keeps a cache in memory for each of its own segments, and counts them.
@@ -89,37 +87,18 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
         return prompt_responses, generation_responses
 
     def _leave_out_padded(self, prompt_responses: list[Any]) -> None:
-        """Keep nothing of sequences that were filled up to a longer one, where the model takes the filling for tokens.
-
-        mlx-lm pads on the right while prompts of unequal lengths are computed together, and a dozen of its families do
-        not mask that in every layer. What such a batch answers is mlx-lm's; it must not be found again later.
-        """
-        steps = {}
-        for response in prompt_responses:
-            if response.end_of_prompt:
-                self._done.pop(response.uid, None)
-                continue
-            steps[response.uid] = response.progress[0] - self._done.get(response.uid, 0)
-            self._done[response.uid] = response.progress[0]
-        padded = {uid for uid, step in steps.items() if step < max(steps.values())} - self._padded
-        if padded and not self._padding_is_masked():
-            log.info("kvstore: %d prompts of a batch are not kept: this model does not mask padding", len(padded))
-            self._padded |= padded
+        """Keep nothing that the padding of a batch has reached, where the model takes it for tokens; see Padding."""
+        padded = self._padding.look(prompt_responses, self._prompt_batch, self._generation_batch)
+        if padded:
+            # Padding that begins with the answer has not reached the prompt.
+            guarded(lambda: self._save_prompts(padded))
+            log.info("kvstore: %d sequences of a batch are not kept: this model does not mask padding", len(padded))
             for uid in padded:
                 self._recordings.pop(uid, None)
 
-    def _padding_is_masked(self) -> bool:
-        known, masked = RecordingBatchGenerator._masked
-        if known is None or known() is not self.model:
-            with mx.stream(self.stream):
-                masked = masks_padding(self.model)
-            RecordingBatchGenerator._masked = weakref.ref(self.model), masked
-        return masked
-
     def _forget(self, uid: int) -> Recording | None:
         self._added.pop(uid, None)
-        self._done.pop(uid, None)
-        self._padded.discard(uid)
+        self._padding.forget(uid)
         return self._recordings.pop(uid, None)
 
     def _look(self, generation_responses: list[Any]) -> None:
@@ -133,7 +112,7 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
             recording = self._recordings.get(response.uid)
             if recording is None:
                 if response.finish_reason is not None:
-                    if response.uid in self._padded:
+                    if response.uid in self._padding:
                         self._tier.distrust(response.prompt_cache)
                     self._forget(response.uid)
                 continue
@@ -144,8 +123,7 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
             elif recording.prompt_due:
                 self._due.add(response.uid)
 
-    def _save_prompts(self) -> None:
-        due, self._due = self._due, set()
+    def _save_prompts(self, due: set[int]) -> None:
         batch = self._generation_batch
         for index, uid in enumerate(batch.uids):
             recording = self._recordings.get(uid)
@@ -156,11 +134,16 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
 def recording_stream_generate(
     generate: Callable[..., Any], tier: TieredPromptCache, quantization: Quantization | None
 ) -> Callable[..., Iterator[Any]]:
-    """mlx-lm's stream_generate, with the request that was fetched last followed by its recording."""
+    """mlx-lm's stream_generate, with the request that was fetched last followed by its recording, if it has one.
+
+    Logits processors are made for the whole prompt, and the engine shows them what it computes itself.
+    """
 
     def wrapped(*args: Any, **kwargs: Any) -> Iterator[Any]:
         recording = tier.take_recording()
         if recording is None:
+            if processors := kwargs.pop("logits_processors", None):
+                kwargs["logits_processors"] = [with_prefix(each, tier.reused) for each in processors]
             return generate(*args, **kwargs)  # type: ignore[no-any-return]  # mlx-lm ships no types
         tier.expect(kwargs["prompt_cache"], recording)
         return _Single(recording, quantization).responses(generate, *args, **kwargs)
@@ -192,7 +175,6 @@ class _Single:
                 self._reached(prompt_cache, first + processed)
 
         if processors := kwargs.pop("logits_processors", None):
-            # The engine shows them what it computes itself; they are made for the whole prompt.
             kwargs["logits_processors"] = [with_prefix(processor, tokens[:first]) for processor in processors]
         draft = kwargs.get("draft_model") is not None
         for response in generate(

@@ -62,13 +62,14 @@ def describe(
     salt: bytes = b"",
     quantization: Quantization | None = None,
     quantized: bool = False,
-    strict_step: int | None = None,
+    prefill_step: int = 2048,
+    strict: bool = False,
     extras: str | None = None,
 ) -> NamespaceInfo:
     """The namespace of one form of a model's caches.
 
-    strict_step, with --kv-cache-strict, is the prefill step; the kind of device goes with it. extras names what an
-    engine attaches to its boundaries.
+    prefill_step counts where caches are quantized, and always with strict (--kv-cache-strict); with that, the kind of
+    device goes with it. extras names what an engine attaches to its boundaries.
     """
     description: dict[str, Any] = {"engine": "mlx-lm", "layout": LAYOUT, "versions": dict(versions), **identity}
     description |= plan.describe()
@@ -78,9 +79,11 @@ def describe(
             "group_size": quantization.group_size,
             "start": quantization.start,
             "reached": quantized,
+            # Within a piece of the prefill nothing is quantized yet: which tokens see rounded keys depends on it.
+            "prefill_step": prefill_step,
         }
-    if strict_step is not None:
-        description["strict"] = {"device": mx.default_device().type.name, "prefill_step": strict_step}
+    if strict:
+        description["strict"] = {"device": mx.default_device().type.name, "prefill_step": prefill_step}
     if extras is not None:
         description["extras"] = extras
     return NamespaceInfo(description, label=label, salt=salt)

@@ -112,7 +112,7 @@ class CacheArguments:
             "--kv-cache-exact",
             action="store_const",
             const=True,
-            help="Restore only what a prefill computed, not what was decoded, whose last bits can differ",
+            help="Reuse and save only what a prefill computed, not what was decoded, whose last bits can differ",
         )
         group.add_argument(
             "--kv-cache-min-tokens",

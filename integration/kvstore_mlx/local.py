@@ -111,6 +111,7 @@ class Cached:
         self._tier.observe = self._metrics.fetched
         self._history: tuple[Any, list[int]] = (None, [])
         self._explain = cache.explain
+        self._exact = cache.exact
 
     def responses(
         self,
@@ -146,7 +147,11 @@ class Cached:
         tokens = [*history, *tokens_of(tokenizer, prompt)]
         served = Served()
         self._metrics.begin(served)
-        found, rest = self._tier.extend(self._key, tokens, caches if history else None, len(history))
+        # What the last answer left was decoded; with --kv-cache-exact nothing is computed upon it.
+        going_on = bool(history) and not self._exact
+        found, rest = self._tier.extend(
+            self._key, tokens, caches if going_on else None, len(history) if going_on else 0
+        )
         if found is not None or history:
             # In place: a chat holds on to its list. What was in it is of no use when neither can go on from it.
             caches[:] = found if found is not None else self._fresh(model, draft, kwargs.get("max_kv_size"))

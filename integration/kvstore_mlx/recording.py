@@ -32,8 +32,9 @@ class Recording:
     saved: for each form of the model's caches, tokens of the prompt that blocks in the store hold already. known:
     tokens whose KV was not made by this request's prefill (they came from memory or disk). boundaries: where states are
     wanted. decoded: whether what is known may have been decoded. prompt_end: tokens that the prefill computes (all but
-    one when None). extras: what the engine attaches to a boundary at the moment of the call. on_answer is called once
-    when the first token is out, with the number of tokens that were prefilled for it.
+    one when None). prefill_only: save nothing that was decoded, nor what was computed upon it: a later prefill of the
+    same tokens finds their place taken otherwise. extras: what the engine attaches to a boundary at the moment of the
+    call. on_answer is called once when the first token is out, with the number of tokens that were prefilled for it.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Recording:
         decoded: bool,
         boundaries: Sequence[int] = (),
         prompt_end: int | None = None,
+        prefill_only: bool = False,
         extras: Callable[[], Extras] | None = None,
         on_answer: Callable[[int], None] | None = None,
         phase: int = 0,
@@ -60,10 +62,11 @@ class Recording:
         self._extras = extras
         self._known = known
         self._decoded = decoded
+        self._prefill_only = prefill_only
         self._saved = dict(saved)
         self._boundaries = {end for end in boundaries if end > known}
         self._held: dict[int, tuple[Form, State]] = {}
-        self._failed = False
+        self._failed = prefill_only and decoded
         self._answered = on_answer
         self.on_written: Callable[[int, int, float], None] | None = None
         self._prompt_due = any(self._prompt_end > end for end in self._saved.values()) or bool(self._boundaries)
@@ -72,6 +75,11 @@ class Recording:
     def prompt(self) -> list[int]:
         """The whole prompt, what was reused of it too."""
         return self._tokens
+
+    @property
+    def prompt_end(self) -> int:
+        """Tokens of the prompt that a prefill computed, once the first token is out."""
+        return self._prompt_end
 
     @property
     def known(self) -> int:
@@ -137,6 +145,8 @@ class Recording:
         self.first_token(caches, None, exactly)
         form, live = self._space.look(caches, None, exactly)
         end = min(live.count, len(self._tokens))
+        if self._prefill_only and end > self._prompt_end:
+            return
         if (form.stateful or logits is not None) and end == live.count and end > self._known:
             decode = self._decoded or end > self._prompt_end
             self._held[end] = form, self._state(live, decode=decode, logits=logits)

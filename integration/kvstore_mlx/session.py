@@ -153,6 +153,7 @@ class Session:
             decoded=decoded,
             boundaries=ends,
             prompt_end=len(tokens),
+            prefill_only=self._saving.prefill_only,
             extras=None if self._extras is None else self._extras.capture,
             phase=self._phase,
         )
@@ -179,7 +180,8 @@ class Session:
     ) -> None:
         """Save caches that hold exactly these tokens; what is saved of them already is not written again.
 
-        decoded: whether any of the tokens was generated rather than prefilled. logits ``[vocabulary]`` are those after
+        decoded: whether any of the tokens was generated rather than prefilled; an exact session leaves them all then.
+        logits ``[vocabulary]`` are those after
         the last one, so that the next exact hit needs no forward pass. ValueError when the caches are not this model's,
         or hold another number of tokens.
         """
@@ -319,7 +321,9 @@ def open_session(
     """Open a cache directory for a loaded model. None keeps nothing, and computes in the same pieces.
 
     path (as given to mlx_lm.load) or identity (any mapping that JSON can hold) says which weights these are; without
-    either the parameters in memory are hashed. The other arguments are those of ``kvstore serve``. Raises
+    either all parameters in memory are hashed. Settings and a sample of the parameters in memory count in any case, so
+    that a path is enough with an adapter, too; but who changes a few numbers within a tensor must say so by an identity
+    or by none of both. The other arguments are those of ``kvstore serve``. Raises
     UnsupportedModelError when the model cannot be cached, and whatever Store.open raises.
     """
     quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size, quantized_kv_start)
@@ -327,7 +331,8 @@ def open_session(
         check_versions(),
         salt=salt,
         quantization=quantization,
-        strict_step=prefill_step if strict else None,
+        prefill_step=prefill_step,
+        strict=strict,
         extras=extras,
     )
 

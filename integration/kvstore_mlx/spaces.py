@@ -22,8 +22,9 @@ from kvstore_mlx.buffers import address_phase
 from kvstore_mlx.fingerprint import Quantization, describe, identity_of
 from kvstore_mlx.forms import Form, ModelSpace
 from kvstore_mlx.live import ExtrasHook
+from kvstore_mlx.loaded import loaded_digest
 from kvstore_mlx.plan import Plan, unknown_classes
-from kvstore_mlx.probe import Forward, probe
+from kvstore_mlx.probe import Forward, computes_by_piece, probe
 
 __all__ = ["Settings", "Spaces", "UnsupportedModelError", "make_caches", "make_space", "plans_of"]
 
@@ -41,7 +42,8 @@ class Settings:
     versions: Mapping[str, str]
     salt: bytes = field(default=b"", repr=False)
     quantization: Quantization | None = None
-    strict_step: int | None = None
+    prefill_step: int = 2048
+    strict: bool = False
     window: int | None = None
     extras: ExtrasHook | None = None
 
@@ -125,8 +127,11 @@ def make_space(
     settings: Settings,
 ) -> ModelSpace:
     """The space of a loaded model; raises UnsupportedModelError when it cannot be cached."""
+    if mx.distributed.init().size() > 1:
+        # Each rank would find another prefix, and then wait for the others for ever.
+        raise UnsupportedModelError("it is distributed over several processes")
     plans = plans_of(model, draft, settings)
-    known = identity()
+    known = {**identity(), "loaded": [loaded_digest(each) for each in (model, draft) if each is not None]}
     forms = []
     for quantized, plan in plans:
         info = describe(
@@ -137,7 +142,8 @@ def make_space(
             salt=settings.salt,
             quantization=settings.quantization,
             quantized=quantized,
-            strict_step=settings.strict_step,
+            prefill_step=settings.prefill_step,
+            strict=settings.strict,
             extras=None if settings.extras is None else settings.extras.name,
         )
         least = settings.quantization.start if settings.quantization is not None and quantized else 0
@@ -180,12 +186,13 @@ def plans_of(model: Any, draft: Any, settings: Settings) -> list[tuple[bool, Pla
     if draft is not None and quantization is not None:
         raise UnsupportedModelError("with a draft model the engine loses track of caches that --kv-bits quantizes")
     forward = _forward(model, draft, len(make_prompt_cache(model, settings.window)))
+    by_piece = any(computes_by_piece(each) for each in (model, draft) if each is not None)
     try:
-        plans = [(False, probe(make, forward, extras))]
+        plans = [(False, probe(make, forward, extras, by_piece=by_piece))]
         if draft is not None and plans[0][1].stateful:
             raise UnsupportedModelError("a draft model needs caches that can be cut at any token")
         if quantization is not None:
-            plans.append((True, probe(make_quantized, forward, extras)))
+            plans.append((True, probe(make_quantized, forward, extras, by_piece=by_piece)))
     except (ValueError, NotImplementedError) as error:
         raise UnsupportedModelError(str(error)) from error
     return plans

@@ -7,6 +7,7 @@ what is new. All of it happens on the generation thread, and nothing of it may f
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -20,9 +21,11 @@ from kvstore.nearest import Nearest
 from kvstore.sizes import format_size
 from kvstore_mlx.boundaries import Saving, boundaries
 from kvstore_mlx.breakeven import BreakEven
+from kvstore_mlx.codecs import codec_of
 from kvstore_mlx.explain import Explainer, clause, nearest_of
 from kvstore_mlx.forms import Form, ModelSpace
 from kvstore_mlx.metrics import Fetched, Tier, Wrote
+from kvstore_mlx.plan import leaves_of
 from kvstore_mlx.recording import Recording
 from kvstore_mlx.restoring import Found, find, longest, restore
 from kvstore_mlx.spaces import Spaces
@@ -42,10 +45,13 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         self._writer = writer
         self._saving = saving
         self._pending: Recording | None = None
+        self._fetched: tuple[Sequence[int], int] = ((), 0)
         self._finishing: dict[int, tuple[Any, Recording]] = {}
         self._distrusted: dict[int, Any] = {}
         self._announced: tuple[list[int], tuple[int, ...]] = ([], ())
         self._gates: dict[ModelSpace, BreakEven] = {}
+        self.has_directory = False
+        """Whether the model that was asked for last is served with the directory."""
         self.explainer: Explainer | None = None
         self.observe: Callable[[Fetched], Wrote | None] = lambda _: None
 
@@ -74,13 +80,21 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
 
         started is when the search began (time.perf_counter), for the log.
         """
+        caches, rest = self._extended(model, tokens, caches, in_memory, started)
+        self._fetched = tokens, len(tokens) - len(rest)
+        return caches, rest
+
+    def _extended(
+        self, model: Any, tokens: list[int], caches: list[Any] | None, in_memory: int, started: float | None
+    ) -> tuple[list[Any] | None, list[int]]:
         started = time.perf_counter() if started is None else started
         self._pending = None
         self._finishing.clear()
         self._distrusted.clear()
         space = self._spaces.of(model)
+        self.has_directory = space is not None
         if space is not None and caches is not None and not _holds(space, caches, in_memory):
-            # mlx-lm trims a ChunkedKVCache no further than what is left of it, and says nothing.
+            # mlx-lm trims caches to where they cannot go on from, and says nothing.
             caches, in_memory = None, 0
         rest = list(tokens[in_memory:])
         told = Fetched(
@@ -99,16 +113,29 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         return caches, rest
 
     def _from_memory(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+        space = self._spaces.of(model)
+        if space is not None and space.by_piece:
+            return self._whole_from_memory(model, tokens)
         caches, rest = super().fetch_nearest_cache(model, tokens)
         if rest or caches is None:
             return caches, list(rest)
         if len(tokens) > 1 and can_trim_prompt_cache(caches):
             trim_prompt_cache(caches, 1)
-            return caches, list(tokens[-1:])
+            if _cut_to(caches, len(tokens) - 1):
+                return caches, list(tokens[-1:])
         # Not trimmable: the nearest strictly shorter entry will do.
         shorter = tokens[:-1]
         caches, rest = super().fetch_nearest_cache(model, shorter) if shorter else (None, [])
         return (None, list(tokens)) if caches is None else (caches, [*rest, tokens[-1]])
+
+    def _whole_from_memory(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+        """The longest entry that is a prefix as it stands: of a longer one these models cannot use a part."""
+        found = self._trie.search(model, tokens[:-1])
+        prefix = found.exact if found.exact is not None else found.shorter
+        if not prefix:
+            return None, list(tokens)
+        entry = self._trie.get(model, prefix)
+        return copy.deepcopy(entry.prompt_cache), list(tokens[len(prefix) :])
 
     def _from_disk(
         self, space: ModelSpace, tokens: list[int], caches: list[Any] | None, in_memory: int, started: float
@@ -135,7 +162,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
                 restore_s = restored.seconds
                 gate.observe_restore(size, reused, time.perf_counter() - started, time.monotonic())
         if saved and gate.worth_saving(len(tokens), time.monotonic()):
-            self._pending = self._record(space, tokens, saved, reused, source)
+            self._pending = self._record(space, tokens, saved, reused)
         milliseconds = (time.perf_counter() - started) * 1e3
         near = self._nearest(found, prompt, reused)
         log.info(
@@ -189,9 +216,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
             self._gates[space] = BreakEven(self._saving.min_tokens)
         return self._gates[space]
 
-    def _record(
-        self, space: ModelSpace, tokens: list[int], saved: dict[Form, int], reused: int, source: str
-    ) -> Recording:
+    def _record(self, space: ModelSpace, tokens: list[int], saved: dict[Form, int], reused: int) -> Recording:
         prompt, stable = self._announced
         ends: tuple[int, ...] = ()
         if space.stateful:
@@ -209,11 +234,20 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
             tokens,
             saved=saved,
             known=reused,
-            decoded=reused > 0 and not (source == "disk" and self._saving.prefill_only),
+            # With prefill_only memory has nothing that was decoded, either (insert_cache).
+            decoded=reused > 0 and not self._saving.prefill_only,
             boundaries=ends,
+            prefill_only=self._saving.prefill_only,
             on_answer=answered,
             phase=self._spaces.phase,
         )
+
+    @property
+    def reused(self) -> list[int]:
+        """The tokens of the request that was fetched last that need not be computed; none if images are among them."""
+        tokens, count = self._fetched
+        found = list(tokens[:count])
+        return found if min(found, default=0) >= 0 else []
 
     def take_recording(self) -> Recording | None:
         """The recording of the request that was fetched last; asked for once, right after the fetch."""
@@ -229,15 +263,27 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         self._distrusted[id(caches)] = caches
 
     def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], **kwargs: Any) -> None:
-        """As in mlx-lm; at the end of a generation also saves what is new of it."""
+        """As in mlx-lm; at the end of a generation also saves what is new of it.
+
+        With prefill_only memory keeps, like the directory, what a prefill computed: the answer is cut off.
+        """
         if self._distrusted.pop(id(prompt_cache), None) is not None:
             return
         if model[2] is not None:
             tokens = _align(tokens, prompt_cache)
-        super().insert_cache(model, tokens, prompt_cache, **kwargs)
+            if not tokens:
+                return
         _, recording = self._finishing.pop(id(prompt_cache), (None, None))
         if recording is not None:
-            guarded(lambda: recording.finished(prompt_cache, len(tokens), tokens))
+            held = tokens
+            guarded(lambda: recording.finished(prompt_cache, len(held), held))
+        # The other kinds are parts of prompts.
+        if self._saving.prefill_only and kwargs.get("cache_type", "assistant") == "assistant":
+            if recording is None or not can_trim_prompt_cache(prompt_cache):
+                return
+            trim_prompt_cache(prompt_cache, len(tokens) - recording.prompt_end)
+            tokens = tokens[: recording.prompt_end]
+        super().insert_cache(model, tokens, prompt_cache, **kwargs)
 
 
 def _align(tokens: list[int], caches: list[Any]) -> list[int]:
@@ -245,18 +291,42 @@ def _align(tokens: list[int], caches: list[Any]) -> list[int]:
 
     After speculative decoding the last tokens were not forwarded by one or the other. mlx_lm.server 0.32.2 keeps such
     caches under all the tokens and later cuts both by the same number, which leaves every token at a wrong position:
-    the next turn of a conversation then gets another answer than without its cache.
+    the next turn of a conversation then gets another answer than without its cache. None at all when they cannot be
+    cut: mlx-lm would not decode with such caches either.
     """
-    both = min(len(tokens), *(cache.offset for cache in caches))
-    for cache in caches:
-        cache.trim(cache.offset - both)
-    return tokens[:both]
+    counts = [count for count in _counts(caches) if count is not None]
+    leaves = [leaf for _, leaf in leaves_of(caches)]
+    if len(counts) < len(leaves) or not can_trim_prompt_cache(caches):
+        return []
+    both = min([len(tokens), *counts])
+    for leaf, count in zip(leaves, counts, strict=True):
+        leaf.trim(count - both)
+    return tokens[:both] if _cut_to(caches, both) else []
+
+
+def _cut_to(caches: Sequence[Any], tokens: int) -> bool:
+    """Whether mlx-lm's trim did what it says: a ConcatenateKVCache keeps its rows, a ChunkedKVCache may lack some."""
+    try:
+        return set(_counts(caches)) <= {tokens}
+    except ValueError:
+        return False
+
+
+def _counts(caches: Sequence[Any]) -> list[int | None]:
+    """Tokens that each cache holds, None for those that do not count them, or that no codec knows."""
+    counts: list[int | None] = []
+    for _, leaf in leaves_of(caches):
+        codec = codec_of(leaf)
+        extent = None if codec is None else codec.extent(leaf, None)
+        counts.append(None if extent is None else extent[1])
+    return counts
 
 
 def _holds(space: ModelSpace, caches: list[Any], tokens: int) -> bool:
-    """Whether every layer of caches from memory holds exactly these tokens."""
+    """Whether caches from memory are what an uninterrupted run would have after exactly these tokens."""
     try:
-        space.form_of(caches).plan.starts(caches, None, tokens)
+        form, _ = space.look(caches, None, tokens)
+        form.plan.starts(caches, None, tokens)
     except ValueError as error:
         log.warning("kvstore: a cache in memory was left out: %s", error)
         return False

@@ -110,7 +110,8 @@ def settings_of(arguments: argparse.Namespace, cache: CacheArguments) -> Any:
         versions,
         salt=cache.salt,
         quantization=quantization,
-        strict_step=arguments.prefill_step_size if cache.strict else None,
+        prefill_step=arguments.prefill_step_size,
+        strict=cache.strict,
         window=getattr(arguments, "max_kv_size", None),
     )
 

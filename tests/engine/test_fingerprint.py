@@ -58,8 +58,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "quantized start": {"quantization": replace(QUANTIZED, start=0)},
     "salt": {"salt": b"mine"},
     "another salt": {"salt": b"yours"},
-    "strict": {"strict_step": 512},
-    "another prefill step, strict": {"strict_step": 2048},
+    "another prefill step, quantized": {"quantization": QUANTIZED, "quantized": True, "prefill_step": 512},
+    "strict": {"strict": True},
+    "another prefill step, strict": {"strict": True, "prefill_step": 512},
     "extras": {"extras": "prerouter/1"},
     "other extras": {"extras": "prerouter/2"},
 }
@@ -77,12 +78,12 @@ def test_the_layout_is_in(monkeypatch):
 
 
 def test_the_kind_of_device_counts_only_when_strict(monkeypatch):
-    plain, strict = digest(), digest(strict_step=512)
+    plain, strict = digest(), digest(strict=True)
     monkeypatch.setattr(
         fingerprint.mx, "default_device", lambda: type("Device", (), {"type": type("Type", (), {"name": "other"})})
     )
     assert digest() == plain
-    assert digest(strict_step=512) != strict
+    assert digest(strict=True) != strict
 
 
 def test_what_is_not_in():

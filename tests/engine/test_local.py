@@ -54,15 +54,18 @@ def test_generate_without_the_flag_is_mlx_lm(tiny_llama, tmp_path):
     assert (done.returncode, done.stdout) == (0, wanted.stdout)
 
 
-def test_a_chat_goes_on_from_what_it_said(tiny_llama, tmp_path):
-    """The second turn extends the first one's caches; the same chat later begins where it is saved."""
+@pytest.mark.parametrize("more", [(), ("--kv-cache-exact",)])
+def test_a_chat_goes_on_from_what_it_said(tiny_llama, tmp_path, more):
+    """The second turn extends the first one's caches, or, exact, computes the first answer anew; the same chat later
+    begins where it is saved.
+    """
     directory = tmp_path / "cache"
     text = f"{PROMPT}\nand what follows?\nq\n".encode()
     flags = ("chat", "--model", str(tiny_llama), "--max-tokens", "8")
     wanted = run("mlx_lm", *flags, input=text)
     assert wanted.returncode == 0
     for _ in range(2):
-        done = run("kvstore", *flags, "--kv-cache-dir", str(directory), input=text)
+        done = run("kvstore", *flags, "--kv-cache-dir", str(directory), *more, input=text)
         assert done.returncode == 0, done.stderr
         assert answers(done.stdout) == answers(wanted.stdout)
     assert max(saved(directory)) > len(PROMPT) + len("and what follows?") + 16

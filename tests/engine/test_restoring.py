@@ -78,6 +78,24 @@ class TestFlags:
         with session_of(tmp_path / "exact", family, exact=True) as session:
             assert session.prefill([*tokens, 8]).cached_tokens >= len(tokens) - 1
 
+    @pytest.mark.parametrize("family", ["llama", "bailing_moe_linear"])
+    def test_exact_reuses_each_turn_of_a_conversation(self, tmp_path, family):
+        """Answers that cross a chunk border: had they been saved, no prefill could ever take their place."""
+        tokens, before = prompt_of(200), 0
+        for turn in range(4):
+            with session_of(tmp_path / "cache", family, exact=True) as session:
+                run = session.prefill(tokens)
+                assert run.cached_tokens == before
+                before = len(tokens)
+                answer, _ = decode(session, run, 80)
+                held = forwarded(tokens, answer)
+                session.finish(run, held)
+            tokens = [*held, *prompt_of(30, seed=turn + 9)]
+        with session_of(tmp_path / "cache", family, exact=True) as session:
+            assert session.prefill(tokens).cached_tokens == before
+        with session_of(tmp_path / "cache", family, exact=True) as session:
+            assert session.prefill(tokens).cached_tokens == len(tokens)
+
     def test_strict_tells_prefill_steps_apart(self, tmp_path):
         save(tmp_path / "cache", "llama", strict=True)
         for more, hits in (({"strict": True}, True), ({"strict": True, "prefill_step": 32}, False), ({}, False)):

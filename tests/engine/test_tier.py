@@ -11,6 +11,7 @@ from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache
 
 from kvstore import NamespaceInfo, Store
 from kvstore_mlx.boundaries import Saving
+from kvstore_mlx.engine import recording_stream_generate
 from kvstore_mlx.forms import Form, ModelSpace
 from kvstore_mlx.housekeeping import Housekeeping
 from kvstore_mlx.tier import TieredPromptCache
@@ -82,8 +83,26 @@ def test_a_fetched_entry_is_a_copy(tier):
     assert (second[0].offset, rest) == (3, [4])
 
 
+@pytest.mark.parametrize(("first", "seen"), [(1, [1, 2, 3, 4]), (-1, [4])])
+def test_processors_of_a_request_that_nobody_records_see_what_memory_had(tier, first, seen):
+    """But for images, whose places have no tokens."""
+    shown = []
+
+    def generate(*, prompt, logits_processors, **_):
+        for processor in logits_processors:
+            processor(mx.array(prompt), mx.zeros((1, 9)))
+        yield from ()
+
+    tier.insert_cache(MODEL, [first, 2, 3], kv(3))
+    caches, rest = tier.fetch_nearest_cache(MODEL, [first, 2, 3, 4])
+    stream = recording_stream_generate(generate, tier, None)
+    processors = [lambda tokens, logits: shown.append(tokens.tolist()) or logits]
+    list(stream(prompt=rest, prompt_cache=caches, logits_processors=processors))
+    assert shown == [seen]
+
+
 class Broken(NoSpaces):
-    stateful = False
+    stateful = by_piece = False
 
     def of(self, model):
         return self
