@@ -288,6 +288,7 @@ class _Families:
         return any(
             longer not in self._taken
             and self._used[_name(self._marks.nodes[longer].file)] >= self._used[name]
+            and bool(self._marks.nodes[longer].blocks) >= bool(self._marks.nodes[tail].blocks)
             and all(self._is_whole(digest, size) for digest, size in self._marks.nodes[longer].blocks)
             for longer in self._marks.containers[tail]
         )

@@ -45,7 +45,8 @@ def publish(space: Space, packed: bytes, spans: Sequence[Span]) -> Published:
     the border are referenced, not written again.
 
     Raises MissingParentError when what comes before the first span is not in the store, PublishError for spans that do
-    not follow each other or cross a chunk border, LockTimeoutError, and OSError from the file system. Nodes before the
+    not follow each other, cross a chunk border, or have tensors where others of the prompt have none, LockTimeoutError,
+    FormatVersionError where a newer kvstore has published the node, and OSError from the file system. Nodes before the
     failing one stay published.
     """
     _check(space, packed, spans)
@@ -57,9 +58,13 @@ def publish(space: Space, packed: bytes, spans: Sequence[Span]) -> Published:
         if parent is not None:
             _require(space, parent)
         if span.first == chunk.first:
+            if parent is not None:
+                _check_alike(span, _blocks_of(space, parent) if before is None else before)
             before = ()
-        elif before is None:
-            before = _blocks_before(space, chunk, span.first)
+        else:
+            if before is None:
+                before = _blocks_before(space, chunk, span.first)
+            _check_alike(span, before)
         refs, block, size = _publish_node(space, parent, chunk, before, span)
         written += size
         new += block
@@ -83,6 +88,21 @@ def _check(space: Space, packed: bytes, spans: Sequence[Span]) -> None:
         at = span.end
     if len(packed) < at * TOKEN_BYTES:
         raise PublishError(f"spans end at token {at} but only {len(packed) // TOKEN_BYTES} tokens were given")
+
+
+def _check_alike(span: Span, before: tuple[BlockRef, ...] | None) -> None:
+    """A prompt has tensors everywhere or nowhere: a restore would take what was never filled for saved.
+
+    before: blocks of the node that the span goes on from; None when it cannot be read, which a restore sees, too.
+    """
+    if before is not None and bool(before) != bool(span.specs):
+        ours, theirs = ("tensors", "have none") if span.specs else ("no tensors", "do")
+        raise PublishError(f"tokens {span.first} to {span.end} have {ours}, but those before them {theirs}")
+
+
+def _blocks_of(space: Space, chunk: Chunk) -> tuple[BlockRef, ...] | None:
+    manifest = load_manifest(space, node_path(space, chunk))
+    return None if manifest is None else manifest.blocks
 
 
 def _chunks_of(space: Space, packed: bytes, spans: Sequence[Span]) -> list[tuple[Chunk | None, Chunk]]:
@@ -148,20 +168,14 @@ def _publish_node(
     """Write one span's block and its node; the node's blocks, and the bytes written of the block and in all (0 when
     they were there).
     """
-    if (there := existing(space, chunk, "kv")) is not None:
+    if (there := existing(space, chunk, "kv", bare=not span.specs)) is not None:
         return there.blocks, 0, 0
     written = 0
     refs = before
     if span.specs:
-        if span.first > chunk.first and not before:
-            raise PublishError(
-                f"tokens {span.first} to {span.end} have tensors, but those before them in the chunk do not"
-            )
         parts, payload = block_parts(span)
         ref, written = put_block(space.context, parts, payload, span.first, span.count, decode=span.decode)
         refs = (*before, ref)
-    elif before:
-        raise PublishError(f"tokens {span.first} to {span.end} have no tensors, but those before them in the chunk do")
 
     def require() -> None:
         if parent is not None:

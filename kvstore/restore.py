@@ -127,7 +127,10 @@ def _open_window(
 
 
 def _refs(match: Match) -> tuple[list[Step], list[BlockRef]]:
-    """The steps whose manifests are good and say what the prompt says, and their blocks up to the match's end."""
+    """The steps whose manifests are good and say what the prompt says, and their blocks up to the match's end.
+
+    The blocks leave no hole: each manifest's cover its tokens, and where one has blocks, all have.
+    """
     steps: list[Step] = []
     refs: list[BlockRef] = []
     parent = match.space.root
@@ -143,6 +146,16 @@ def _refs(match: Match) -> tuple[list[Step], list[BlockRef]]:
             _warn(f"{step.path} holds another prefix than its name says; computing from token {step.first}")
             match.space.context.counters.add(damaged=1)
             match.space.context.damaged.add(step.path)
+            break
+        if steps and bool(refs) != bool(manifest.blocks):
+            # Blocks show that this engine keeps something per token, so those without any hold nothing of it. Had they
+            # come first, nothing that follows could be used either.
+            bare = [step] if refs else steps
+            _warn(f"{bare[0].path} has no blocks, unlike others of its prompt; computing from token {bare[0].first}")
+            match.space.context.counters.add(damaged=len(bare))
+            match.space.context.damaged.update(each.path for each in bare)
+            if not refs:
+                return [], []
             break
         steps.append(step)
         refs.extend(ref for ref in manifest.blocks if ref.first < match.count)

@@ -1,4 +1,5 @@
-"""Find manifests whose prefix goes on from nothing: no parent, or for a boundary state no KV beside it.
+"""Find manifests whose prefix goes on from nothing: no parent, or for a boundary state no KV beside it; and nodes
+without blocks among others that have some, which hold nothing of their tokens.
 
 Nothing is wrong with such a manifest in itself, and one damaged file must not cost all that continues it: the first
 chunk of a prompt is shared by thousands of prefixes. When it is computed again it gets the same key, and all of them
@@ -27,6 +28,8 @@ _ROUNDS = 3
 
 _PARENT_HEX = 2 * NAME_KEY_BYTES
 
+_BARE = "It has no blocks, unlike others of its prompt, so a restore ends before it."
+
 
 def judge_lineage(judge: Judge, nodes: list[Node]) -> None:
     """Report or count every node that continues nothing usable; nodes grows by what was published meanwhile."""
@@ -49,6 +52,8 @@ class _Lineage:
         self._judge = judge
         self._nodes = nodes
         self._usable = {node.key: node for node in nodes if node.kind == "kv" and node.key not in judge.doomed}
+        bare = {key for key, node in self._usable.items() if not node.digests}
+        self._above_blocks = {node.parent for node in nodes if node.parent in bare and node.digests and node.first}
         self._spared = _spared(judge)
         self._full = f"-{judge.context.interval}-"
 
@@ -61,8 +66,11 @@ class _Lineage:
         if node.kind == "state":
             kv = self._usable.get(node.key)
             return None if kv is not None and kv.namespace == node.namespace else self._unless_newer(node, node.key)
-        if node.first == 0:
-            return None
+        if node.key in self._above_blocks:
+            return _BARE
+        return None if node.first == 0 else self._trouble_above(node)
+
+    def _trouble_above(self, node: Node) -> str | None:
         parent = self._usable.get(node.parent)
         if parent is None:
             return self._unless_newer(node, node.parent)
@@ -72,7 +80,7 @@ class _Lineage:
             self._full, _PARENT_HEX
         ):
             return "The prefix that it continues does not end where it begins."
-        return None
+        return _BARE if parent.digests and not node.digests else None
 
     def _unless_newer(self, node: Node, key: Key) -> str | None:
         return None if node.namespace + _hex(key) in self._judge.newer else ""
@@ -97,7 +105,8 @@ class _Lineage:
         lacks = _hex(node.key if node.kind == "state" else node.parent)
         if trouble:
             self._spared.add(_hex(node.key))
-            self._judge.problems.append(Problem("error", "manifest-parent", path, trouble, "damaged", seen))
+            code = "manifest-bare" if trouble == _BARE else "manifest-parent"
+            self._judge.problems.append(Problem("error", code, path, trouble, "damaged", seen))
         elif lacks in self._spared or self._judge.young(seen):
             self._spared.add(_hex(node.key))
             self._judge.unreachable(path)

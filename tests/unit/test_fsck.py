@@ -330,6 +330,9 @@ CASES = {
     "child of a tail": Case("manifest-parent", child_of_a_tail),
     "child too far": Case("manifest-parent", child_too_far),
     "child of another namespace": Case("manifest-parent", child_of_another_namespace),
+    "first chunk without blocks": Case("manifest-bare", lambda root: rewrite(root, node(root, LONG[:16]), blocks=())),
+    "chunk without blocks": Case("manifest-bare", lambda root: rewrite(root, node(root, LONG[:32]), blocks=())),
+    "tail without blocks": Case("manifest-bare", lambda root: rewrite(root, node(root, LONG), blocks=())),
     "block gone": Case("block-missing", missing_block),
     "second block gone": Case("block-missing", second_block_missing),
     "parent gone": Case("parent-missing", without_parent),
@@ -375,6 +378,7 @@ CASES = {
         "tokens-damaged",
         lambda root: renamed(tokens_entry(root), tokens_entry(root).with_name(tokens_entry(root).name[:2] + "0" * 30)),
     ),
+    "manifest flipped to a newer version": Case("manifest-damaged", lambda root: flipped(node(root, LONG), 9)),
     "newer manifest": Case("manifest-newer", lambda root: newer(node(root, LONG[:16])), left=True),
     "newer tokenization": Case("tokens-newer", lambda root: newer(tokens_entry(root)), left=True),
     "stray block": Case(

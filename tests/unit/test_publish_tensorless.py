@@ -7,15 +7,26 @@ span with tensors after one without made a manifest that no reader accepts.
 from __future__ import annotations
 
 import pytest
-from core_support import node_files, prompt, restore, span, spans
+from core_support import INFO, node_files, open_store, prompt, restore, span, spans
+from format_support import Forged
 
 from kvstore import MissingParentError, PublishError, Span
+from kvstore.manifest import decode
 
-TOKENS = prompt(40)
+TOKENS = prompt(64)
 
 
 def nothing(first: int, end: int) -> Span:
     return Span(first, end - first, (), [])
+
+
+def emptied(space, *which: int) -> None:
+    """Let nodes of the prompt (by number) say that they have no blocks, and be whole otherwise."""
+    for step in [space.lookup(TOKENS).steps[number] for number in which]:
+        manifest = decode(step.path.read_bytes())
+        forged = Forged(manifest.fingerprint, manifest.parent, manifest.tokens, (), manifest.first)
+        assert decode(forged.encode()).file_name == step.path.name
+        step.path.write_bytes(forged.encode())
 
 
 def test_a_tail_without_blocks_grows_from_the_border_that_a_lookup_names(space):
@@ -41,6 +52,78 @@ def test_tensors_do_not_begin_in_the_middle_of_a_chunk(tmp_path, space, before):
     assert [path.name.split("-")[1] for path in node_files(tmp_path / "cache")] == ["5"]
     space.publish(TOKENS, spans(TOKENS, 0, 16, 32))
     assert restore(space, TOKENS).tokens == 32
+
+
+@pytest.mark.parametrize("at", [16, 32], ids=["the next chunk", "the last chunk"])
+@pytest.mark.parametrize("once", [True, False], ids=["in one publish", "in two"])
+def test_a_chunk_without_tensors_does_not_continue_one_that_has_some(space, at, once):
+    """A restore would take its tokens for filled as soon as a chunk with tensors followed."""
+    before = spans(TOKENS, *range(0, at + 1, 16))
+    if not once:
+        space.publish(TOKENS, before)
+    with pytest.raises(PublishError, match="no tensors, but those before them do"):
+        space.publish(TOKENS, [*before * once, nothing(at, at + 16)])
+    assert restore(space, TOKENS).tokens == at
+    space.publish(TOKENS, [span(TOKENS, at, at + 16)])
+    assert restore(space, TOKENS).tokens == at + 16
+
+
+@pytest.mark.parametrize("once", [True, False], ids=["in one publish", "in two"])
+def test_a_chunk_with_tensors_does_not_continue_one_without(space, once):
+    before = [nothing(0, 16), nothing(16, 32)]
+    if not once:
+        space.publish(TOKENS, before)
+    with pytest.raises(PublishError, match="have tensors, but those before them have none"):
+        space.publish(TOKENS, [*before * once, span(TOKENS, 32, 48)])
+    assert space.lookup(TOKENS).count == 32
+
+
+def test_tensors_take_the_place_of_a_node_that_says_it_has_none(tmp_path, space):
+    """Nobody could restore it, and nobody could publish what follows; it is set aside, not lost."""
+    space.publish(TOKENS, [nothing(0, 16), nothing(16, 32)])
+    space.publish(TOKENS, spans(TOKENS, 0, 16, 32, 48))
+    assert restore(space, TOKENS).tokens == 48
+    assert len(list((tmp_path / "cache" / "quarantine").iterdir())) == 2
+    # The other way round there is more than was asked for.
+    assert space.publish(TOKENS, [nothing(0, 16)]).nodes == 0
+
+
+@pytest.mark.parametrize(
+    ("which", "left"),
+    [([0], 0), ([0, 1], 0), ([0, 1, 2], 0), ([1], 16), ([1, 2], 16), ([2], 32), ([1, 3], 16), ([0, 2], 0), ([3], 48)],
+)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_hole_between_blocks_is_never_restored_over(space, caplog, which, left, threads):
+    """However it came there: rows that nobody filled are the one thing that no digest tells."""
+    space.publish(TOKENS, spans(TOKENS, *range(0, 65, 16)))
+    emptied(space, *which)
+    assert restore(space, TOKENS, threads=threads).tokens == left
+    assert "has no blocks, unlike others of its prompt" in caplog.text
+    # Remembered: the next lookup ends before it, and a publish from there puts it right.
+    match = space.lookup(TOKENS)
+    assert match.count == match.border == left
+    space.publish(TOKENS, spans(TOKENS, *range(left, 65, 16)))
+    assert restore(space, TOKENS, threads=threads).tokens == 64
+
+
+@pytest.mark.parametrize("end", [33, 40, 47, 48, 49])
+def test_a_hole_is_none_where_a_prompt_ends_before_it(space, end):
+    space.publish(TOKENS, spans(TOKENS, *range(0, 65, 16)))
+    emptied(space, 3)
+    assert restore(space, TOKENS[:end]).tokens == min(end // 16 * 16, 48)
+
+
+def test_a_tail_without_blocks_behind_blocks_is_a_hole_too(tmp_path):
+    """With rungs, so that a part of it would be matched as well."""
+    with open_store(tmp_path / "wide", interval=128) as store:
+        space, tokens = store.namespace(INFO), prompt(256)
+        space.publish(tokens, spans(tokens, 0, 128, 228))
+        (tail,) = (path for path in node_files(store.path) if "-100-" in path.name)
+        manifest = decode(tail.read_bytes())
+        tail.write_bytes(Forged(manifest.fingerprint, manifest.parent, manifest.tokens, (), 128, 128).encode())
+        for asked in (tokens, tokens[:228], tokens[:200]):
+            with open_store(tmp_path / "wide", None) as fresh:
+                assert restore(fresh.namespace(INFO), asked).tokens == 128
 
 
 def test_a_restore_compares_the_tokens_and_reads_nothing(space):
