@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.context import Context, Space
-from kvstore.errors import MissingParentError
+from kvstore.errors import FormatVersionError, MissingParentError
 from kvstore.keys import Buffer, block_digest
 from kvstore.layout import Kind
 from kvstore.locks import publish_lock
 from kvstore.lookup import Chunk, load_manifest
-from kvstore.manifest import BlockRef, Manifest, encode
+from kvstore.manifest import MAX_MANIFEST_BYTES, BlockRef, Manifest, encode, newer_format
 
 __all__ = [
     "Replacement",
@@ -44,21 +44,24 @@ def node_path(space: Space, chunk: Chunk, kind: Kind = "kv") -> Path:
     return space.context.layout.node(space.id, chunk.name, kind)
 
 
-def existing(space: Space, chunk: Chunk, kind: Kind) -> Manifest | None:
-    """The node's manifest when it is whole, with all its blocks; it then counts as just used.
+def existing(space: Space, chunk: Chunk, kind: Kind, *, bare: bool = False) -> Manifest | None:
+    """The node's manifest when it is whole, with all its blocks; it then counts as just used. bare: it may have none.
 
-    One that is not whole is remembered as damaged, so that put_node replaces it.
+    One that is not whole is remembered as damaged, so that put_node replaces it. Raises FormatVersionError for one of
+    a newer version, which nobody may replace.
     """
     context = space.context
     path = node_path(space, chunk, kind)
     context.note_use(path)
-    if path in context.damaged or not path.exists():
+    if not path.exists():
         return None
-    manifest = load_manifest(space, path)
-    if manifest is not None and all(intact(context, ref) for ref in manifest.blocks):
+    manifest = None if path in context.damaged else load_manifest(space, path)
+    if manifest is not None and (manifest.blocks or bare) and all(intact(context, ref) for ref in manifest.blocks):
         with suppress(OSError):
             context.fs.touch(path, context.clock())
         return manifest
+    if (version := _newer_format(context, path)) is not None:
+        raise FormatVersionError(f"{path} has format {version}, which a newer kvstore wrote; upgrade this one")
     context.damaged.add(path)
     return None
 
@@ -286,16 +289,25 @@ def staged_file(context: Context, size: int = 0) -> Iterator[tuple[int, Path]]:
 
 def _put(context: Context, staged: Path, path: Path) -> bool:
     """Give a staged file its name, under the publish lock. The first writer wins, unless its file is damaged: that one
-    is moved to quarantine first, never overwritten. False when the first writer was somebody else.
+    is moved to quarantine first, never overwritten. False when the first writer was somebody else, or a newer kvstore.
     """
     if path.exists():
-        if path not in context.damaged:
+        if path not in context.damaged or _newer_format(context, path) is not None:
             context.staging.discard(staged)
             return False
         context.fs.rename(path, free_quarantine(context, path.name))
     context.fs.rename(staged, path)
     context.damaged.discard(path)
     return True
+
+
+def _newer_format(context: Context, path: Path) -> int | None:
+    """The format of a manifest that a newer kvstore wrote; None for anything else, and for what cannot be read."""
+    try:
+        data, _ = context.fs.read_file(path, MAX_MANIFEST_BYTES)
+    except OSError:
+        return None
+    return newer_format(data)
 
 
 def free_quarantine(context: Context, name: str) -> Path:

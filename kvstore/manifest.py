@@ -26,6 +26,7 @@ __all__ = [
     "decode_references",
     "encode",
     "max_manifest_bytes",
+    "newer_format",
 ]
 
 MAGIC = b"KVSTNODE"
@@ -195,8 +196,8 @@ def decode_references(data: Buffer) -> References:
     """What the manifest in data refers to, a fifth of the cost of decode: for whoever reads a million of them.
 
     Checked by its checksum, so the references are those that were written; whether its key is that of its tokens is
-    for the read path to say, which serves them. Raises DamagedManifestError; FormatVersionError when it may be that
-    of a newer version, whose references cannot be known.
+    for the read path to say, which serves them. Raises DamagedManifestError; FormatVersionError for one of a newer
+    version, whose references cannot be known.
     """
     if len(data) < _HEAD.size + _CHECKSUM_BYTES:
         raise DamagedManifestError(f"manifest of {len(data)} bytes is too short")
@@ -205,7 +206,9 @@ def decode_references(data: Buffer) -> References:
     if magic != MAGIC:
         raise DamagedManifestError("manifest has another magic")
     if version != FORMAT:
-        raise FormatVersionError(f"manifest has format {version}, and this kvstore knows format {FORMAT}")
+        if newer_format(view) is not None:
+            raise FormatVersionError(f"manifest has format {version}, and this kvstore knows format {FORMAT}")
+        raise DamagedManifestError("manifest has a format that there never was")
     refs_at = _HEAD.size + count * TOKEN_BYTES
     writer_at = refs_at + n_blocks * _REF.size
     end = writer_at + writer_bytes
@@ -215,6 +218,19 @@ def decode_references(data: Buffer) -> References:
         raise DamagedManifestError("manifest checksum does not match")
     blocks = tuple(row[:2] for row in _REF.iter_unpack(view[refs_at:writer_at]))
     return References(parent, first, view[_HEAD.size : refs_at], blocks)
+
+
+def newer_format(data: Buffer, magic: bytes = MAGIC) -> int | None:
+    """The format of a file that is whole and of a newer version; None for any other file.
+
+    Every format keeps the magic, the place of its number and the checksum at the end (docs/format.md section 3), so
+    that one flipped bit in the number is damage, which heals, and not a newer version, which nobody may touch.
+    """
+    view = memoryview(data)
+    version = int.from_bytes(view[8:12], "little")
+    if view[:8] != magic or version <= FORMAT or checksum(view[:-_CHECKSUM_BYTES]) != view[-_CHECKSUM_BYTES:]:
+        return None
+    return version
 
 
 def _block_refs(rows: memoryview) -> tuple[BlockRef, ...]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from kvstore.commit import make_folders
 from kvstore.context import Context
 from kvstore.keys import TOKEN_BYTES, checksum, request_key
+from kvstore.manifest import newer_format
 
 __all__ = ["Tokenizations", "decode"]
 
@@ -43,7 +44,7 @@ class Tokenizations:
         return self._context.layout.tokens / name[:2] / name
 
     def get(self, request: bytes) -> bytes | None:
-        """The packed tokens of a request, or None; a damaged entry is a miss."""
+        """The packed tokens of a request, or None: a damaged entry is a miss, and so is one of a newer version."""
         context = self._context
         key = request_key(self._scope, request)
         path = self._path(key)
@@ -53,8 +54,9 @@ class Tokenizations:
             return None
         tokens = decode(data, key)
         if tokens is None:
-            context.counters.add(damaged=1)
-            context.damaged.add(path)
+            if newer_format(data, MAGIC) is None:
+                context.counters.add(damaged=1)
+                context.damaged.add(path)
         elif context.clock() - status.st_mtime_ns > _TOUCH_AFTER_NS:
             with suppress(OSError):
                 context.fs.touch(path, context.clock())

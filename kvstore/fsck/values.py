@@ -10,16 +10,14 @@ from typing import NamedTuple
 from kvstore.context import Context
 from kvstore.fs import NOT_A_FILE, FileSystem
 from kvstore.fsck.findings import Seen
-from kvstore.keys import Key, checksum
+from kvstore.keys import Key
 from kvstore.layout import Kind
-from kvstore.manifest import FORMAT, BlockRef
+from kvstore.manifest import BlockRef, newer_format
 
 __all__ = ["Fault", "Inspected", "Node", "Reader", "is_future", "newer", "seen_of", "unopened"]
 
 FUTURE_NS = 24 * 3600 * 10**9
 """How far a file's mtime may lie ahead: clocks of machines that share a directory differ, by minutes as a rule."""
-
-_CHECKSUM_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +108,8 @@ def unopened(path: str, error: OSError, code: str) -> Inspected | None:
 
 
 def newer(data: bytes, magic: bytes, code: str) -> Fault | None:
-    """Whether a file is whole and of a newer format. Damage in the version field is told apart by the checksum."""
-    version = int.from_bytes(data[8:12], "little")
-    if data[:8] != magic or version <= FORMAT or checksum(data[:-_CHECKSUM_BYTES]) != data[-_CHECKSUM_BYTES:]:
+    """Whether a file is whole and of a newer format."""
+    version = newer_format(data, magic)
+    if version is None:
         return None
     return Fault(code, f"It has format {version}, which a newer kvstore wrote; check it with that one.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 
 import pytest
 from core_support import open_store
@@ -13,6 +14,7 @@ from gc_support import (
     SECOND,
     TENANT,
     ahead,
+    as_newer,
     forge_circle,
     manifests,
     prompt,
@@ -25,6 +27,7 @@ from gc_support import (
 from kvstore.admission import Warmth
 from kvstore.eviction import FUTURE_NS, GRACE_NS, PROTECT_NS, Policy, choose, young
 from kvstore.lookup import chunks
+from kvstore.manifest import decode, encode
 from kvstore.marking import mark
 from kvstore.scan import scan
 
@@ -206,7 +209,7 @@ def test_losing_a_contained_tail_frees_its_manifest_only(store):
     assert plan.freed == 4 * 4096
 
 
-@pytest.mark.parametrize("reason", ["state", "older sibling", "no block", "short block", "damaged block"])
+@pytest.mark.parametrize("reason", ["state", "older sibling", "no block", "short block", "damaged block", "bare"])
 def test_a_tail_that_would_be_missed_is_not_contained(store, reason):
     space = space_of(store.writer)
     grown = prompt(14)
@@ -227,6 +230,10 @@ def test_a_tail_that_would_be_missed_is_not_contained(store, reason):
         block.unlink()
     elif reason == "short block":
         block.write_bytes(b"x")
+    elif reason == "bare":
+        # Its name says that it has the tail's tokens; it holds nothing of them.
+        path = longer.file.path(store.context.layout)
+        path.write_bytes(encode(replace(decode(path.read_bytes()), blocks=())))
     else:
         store.context.damaged.add(block)
     assert victims(store, 1) == [old]
@@ -326,11 +333,23 @@ def test_a_manifest_of_a_newer_version_is_never_a_victim(store):
     space = space_of(store.writer)
     publish(space, prompt(40))
     last = next(path for path in manifests(store.path) if path.name == names(space, prompt(40))[-1])
-    data = bytearray(last.read_bytes())
-    data[8] = 2
-    last.write_bytes(data)
+    as_newer(last)
     with ahead(store.path, 400 * DAY) as later:
         assert victims(later) == []
+
+
+def test_a_flipped_bit_in_the_format_s_number_is_damage(store):
+    """Were it taken for a newer version, nothing of its chunk would ever leave, and no orphan of the directory."""
+    space = space_of(store.writer)
+    publish(space, prompt(40))
+    last = next(path for path in manifests(store.path) if path.name == names(space, prompt(40))[-1])
+    whole = last.read_bytes()
+    for bit in range(32):
+        data = bytearray(whole)
+        data[8 + bit // 8] ^= 1 << bit % 8
+        last.write_bytes(data)
+        with ahead(store.path, 400 * DAY) as later:
+            assert last.name in victims(later)
 
 
 def test_forged_names_in_a_circle_end(store):

@@ -9,7 +9,7 @@ import xxhash
 from format_support import Forged, Ref, h, pack
 
 from kvstore import DamagedManifestError, FormatVersionError
-from kvstore.manifest import MAX_MANIFEST_BYTES, BlockRef, Manifest, decode, decode_references, encode
+from kvstore.manifest import MAX_MANIFEST_BYTES, BlockRef, Manifest, decode, decode_references, encode, newer_format
 
 FINGERPRINT, PARENT = b"\x11" * 32, b"\x22" * 32
 TOKENS = pack([7, 8, 9, 10, 11])
@@ -178,6 +178,23 @@ def test_references_are_those_that_decoding_gives():
 def test_references_of_a_newer_format_are_not_guessed():
     with pytest.raises(FormatVersionError, match="format 2"):
         decode_references(GOOD.but(version=2).encode())
+    assert newer_format(GOOD.but(version=2**32 - 1).encode()) == 2**32 - 1
+
+
+@pytest.mark.parametrize("bit", range(32))
+def test_a_flipped_bit_in_the_format_s_number_is_no_newer_format(bit):
+    data = bytearray(GOOD.encode())
+    data[8 + bit // 8] ^= 1 << bit % 8
+    assert newer_format(data) is None
+    with pytest.raises(DamagedManifestError, match="format"):
+        decode_references(data)
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_formats_that_are_no_newer_ones(version):
+    assert newer_format(GOOD.but(version=version).encode()) is None
+    assert newer_format(GOOD.but(version=2, magic=b"KVSTXXXX").encode()) is None
+    assert newer_format(b"") is None
 
 
 @pytest.mark.parametrize("at", [0, 60, 112, 144, 170, -30, -1])

@@ -29,8 +29,18 @@ from core_support import (
 )
 from crash_support import where
 from format_support import Forged, Ref, pack, root_of
+from gc_support import as_newer
 
-from kvstore import FileSystem, KVStoreError, MissingParentError, PublishError, Span, TensorSpec, TokenError
+from kvstore import (
+    FileSystem,
+    FormatVersionError,
+    KVStoreError,
+    MissingParentError,
+    PublishError,
+    Span,
+    TensorSpec,
+    TokenError,
+)
 from kvstore._version import __version__
 from kvstore.clear import clear
 from kvstore.manifest import decode
@@ -247,6 +257,26 @@ def test_a_damaged_manifest_heals_with_the_next_publish(tmp_path, space):
     space.publish(TOKENS, spans(TOKENS, 0, 16))
     assert restore(space, TOKENS).tokens == 20
     assert [p.read_bytes() for p in (tmp_path / "cache" / "quarantine").iterdir()] == [b"damaged"]
+
+
+def test_a_newer_manifest_is_never_set_aside(tmp_path, space):
+    """Its blocks are some newer program's; to this one it is a miss, and it stays where it is."""
+    space.publish(TOKENS, spans(TOKENS, 0, 16, 20))
+    path = space.lookup(TOKENS).steps[1].path
+    as_newer(path)
+    before = files(tmp_path / "cache")
+    for _ in range(2):
+        assert restore(space, TOKENS).tokens == 16
+        with pytest.raises(FormatVersionError, match="format 2, which a newer kvstore wrote"):
+            space.publish(TOKENS, [span(TOKENS, 16, 20)])
+    assert files(tmp_path / "cache") == before
+    # What a process took for damaged before the newer one put its own there.
+    path.write_bytes(b"damaged")
+    assert restore(space, TOKENS).tokens == 16
+    path.write_bytes(before[str(path.relative_to(tmp_path / "cache"))])
+    with pytest.raises(FormatVersionError):
+        space.publish(TOKENS, [span(TOKENS, 16, 20)])
+    assert files(tmp_path / "cache") == before
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import shutil
 import pytest
 
 from kvstore import Store, pack_tokens
+from kvstore.keys import checksum
 
 REQUEST = b'{"messages":[{"role":"user","content":"hi"}],"tools":null}'
 TOKENS = pack_tokens([1, 5, 70000, 2**32 - 1])
@@ -59,6 +60,19 @@ def test_a_damaged_entry_is_a_miss_and_heals(store, offset):
     assert cache.get(REQUEST) is None
     cache.put(REQUEST, TOKENS)
     assert cache.get(REQUEST) == TOKENS
+
+
+def test_an_entry_of_a_newer_version_is_a_miss_and_stays(store):
+    cache = store.tokenizations(b"s")
+    cache.put(REQUEST, TOKENS)
+    (path,) = files(store)
+    data = bytearray(path.read_bytes())
+    data[8] = 2
+    path.write_bytes(newer := bytes(data[:-16]) + checksum(bytes(data[:-16])))
+    assert cache.get(REQUEST) is None
+    cache.put(REQUEST, TOKENS)
+    assert path.read_bytes() == newer
+    assert store.counters.damaged == 0
 
 
 def test_a_truncated_entry_is_a_miss(store):
