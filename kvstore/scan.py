@@ -233,7 +233,10 @@ def appeared(layout: Layout, known: Sequence[NodeFile]) -> list[NodeFile]:
     for file in known:
         names.setdefault(file.namespace, set()).add(file.file)
     found = []
-    for namespace in filter(Layout.is_namespace_id, os.listdir(layout.nodes)):
+    for entry in _entries(layout.nodes, Tally()):
+        namespace = entry.name
+        if not Layout.is_namespace_id(namespace) or not _is_folder(entry, layout.nodes):
+            continue
         old = names.get(namespace, set())
         for folder in _fanout(layout.nodes / namespace, Tally(), links_are_errors=True):
             if not old.issuperset(os.listdir(folder)):

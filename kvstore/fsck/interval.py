@@ -1,7 +1,8 @@
 """One wrong digit in kvstore.json makes everything unreachable: then that file is damaged, and not all the others.
 
 Every manifest records the interval it was made with. When none in the directory has the interval of kvstore.json and
-all have the same other one, the repair is to put that back.
+all have the same other one, the repair is to put that back; but never one that no directory can have, and that makes
+kvstore refuse it.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import json
 
 from kvstore.context import Context
-from kvstore.directory import write_file
+from kvstore.directory import MIN_INTERVAL, write_file
 from kvstore.errors import DamagedManifestError
 from kvstore.fsck.findings import Problem
 from kvstore.fsck.values import seen_of
-from kvstore.manifest import MAX_MANIFEST_BYTES, decode
+from kvstore.manifest import MAX_INTERVAL, MAX_MANIFEST_BYTES, decode
 
 __all__ = ["judge_interval", "restore_interval"]
 
@@ -35,6 +36,8 @@ def judge_interval(context: Context, problems: list[Problem], whole: int) -> Non
     if len(set(intervals.values())) != 1 or context.interval in intervals.values():
         return
     interval = next(iter(intervals.values()))
+    if not MIN_INTERVAL <= interval <= MAX_INTERVAL:
+        return
     config = context.layout.config
     sentence = (
         f"It says {context.interval} tokens a chunk, and all {len(intervals)} manifests were saved with {interval}; "

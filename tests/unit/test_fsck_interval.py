@@ -6,10 +6,12 @@ import json
 
 import pytest
 from core_support import open_store, restore
-from fsck_support import LONG, PROMPTS, codes, make, run
+from fsck_support import LONG, PROMPTS, codes, make, put, run
 from gc_support import space_of
 
 from kvstore.fsck import ExitCode
+from kvstore.keys import node_key, pack_tokens, root_key
+from kvstore.manifest import Manifest
 
 
 @pytest.fixture
@@ -71,6 +73,22 @@ def test_one_manifest_of_the_directory_s_interval_is_enough_to_believe_it(root):
     report = run(root)
     assert ("error", "interval-wrong") not in codes(report)
     assert ("error", "manifest-interval") in codes(report)
+
+
+@pytest.mark.parametrize("interval", [1, 5, 15])
+def test_an_interval_that_no_directory_can_have_is_not_put_in(tmp_path, interval):
+    """All manifests forged: with theirs in kvstore.json, nothing would open the directory any more."""
+    root = tmp_path / "cache"
+    with open_store(root) as store:
+        fingerprint = space_of(store)._space.fingerprint
+        (store.context.layout.nodes / space_of(store).id).mkdir(0o700)
+    tokens = pack_tokens(range(interval))
+    parent = root_key(fingerprint, interval)
+    put(root, Manifest("kv", fingerprint, parent, node_key(parent, tokens), 0, interval, tokens, (), 1, "x"))
+    report = run(root, repair=True)
+    assert codes(report) == [("error", "manifest-interval"), ("note", "namespace-undescribed")]
+    assert report.exit_code == ExitCode.CORRECTED
+    open_store(root, 16, create=False).close()
 
 
 def test_an_empty_directory_has_nothing_to_say(tmp_path):

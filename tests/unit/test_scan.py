@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 from core_support import open_store
-from gc_support import TENANT, blocks, manifests, prompt, publish, space_of, state
+from gc_support import DAY, TENANT, ahead, blocks, manifests, prompt, publish, space_of, state
 
 import kvstore.scan as scanning
+from kvstore.gc import collect
 from kvstore.layout import FANOUT, Layout, NodeName
-from kvstore.scan import free_bytes, scan, usage
+from kvstore.scan import appeared, free_bytes, scan, usage
 
 FOREIGN = [
     ".DS_Store",
@@ -121,6 +122,21 @@ def test_what_lies_in_the_wrong_folder_is_not_ours(tmp_path):
         assert found.tally.foreign == 2
         assert node.name not in {file.file for file in found.nodes}
         assert bytes.fromhex(block.name) not in found.blocks
+
+
+@pytest.mark.parametrize("name", ["c" * 32, "00"])
+def test_a_file_in_place_of_a_folder_is_not_ours(tmp_path, name):
+    with filled(tmp_path / "s") as store:
+        known = scan(store.context).nodes
+        above = store.context.layout.nodes if len(name) > 2 else manifests(store.path)[0].parent.parent
+        (above / name).write_bytes(b"x")
+        found = scan(store.context)
+        assert found.tally.foreign == 1
+        assert found.nodes == known
+        assert appeared(store.context.layout, known) == []
+        assert appeared(store.context.layout, known[1:]) == known[:1]
+        with ahead(store.path, 400 * DAY) as later:
+            assert collect(later.context).error == ""
 
 
 def test_links_fifos_and_folders_with_our_names_are_not_ours(tmp_path):
