@@ -21,7 +21,8 @@ __all__ = ["Form", "ModelSpace"]
 class Form:
     """One form: how its caches lie in the store, and where.
 
-    least: prefixes shorter than this do not have this form in an uninterrupted run, so none is restored into it.
+    least: prefixes shorter than this do not have this form in an uninterrupted run, so none is restored into it, and
+    caches in memory that were cut to less are neither used nor saved.
     extras: whether an engine attaches something to its boundaries without which it cannot go on.
     trouble: why nothing is saved or restored any more; set once, from any thread.
     """
@@ -58,14 +59,24 @@ class ModelSpace:
         raise ValueError("the engine holds other cache classes than the model makes")
 
     def look(self, caches: Sequence[Any], index: int | None, exactly: int | None) -> tuple[Form, Live]:
-        """What caches hold between two steps, and the form they have; see Live."""
+        """What caches hold between two steps, and the form they have; see Live.
+
+        ValueError when they were quantized and then cut to fewer tokens than an uninterrupted run quantizes.
+        """
         form = self.form_of(caches)
+        if exactly is not None and exactly < form.least:
+            raise ValueError(f"{exactly} tokens are quantized, which an engine does from {form.least} on")
         return form, Live(form.plan, caches, index, exactly)
 
     @property
     def stateful(self) -> bool:
         """Whether its prefixes are resumed at boundary states only."""
         return any(form.stateful for form in self.forms)
+
+    @property
+    def by_piece(self) -> bool:
+        """Whether no prefix may be cut out of a longer one, in memory neither; see Plan."""
+        return any(form.plan.by_piece for form in self.forms)
 
     @property
     def usable(self) -> Iterable[Form]:

@@ -112,8 +112,10 @@ class Live:
         )
 
     def state(self, *, decode: bool, phase: int = 0, logits: Any | None = None, extras: Extras | None = None) -> State:
-        """Everything that is not. ValueError as above."""
+        """Everything that is not. ValueError as above, and for logits that are not the model's."""
         self.plan.starts(self.caches, self.index, self.exactly)
+        if logits is not None:
+            self.plan.check_logits(logits)
         return state_of(self.plan.snapshot(self.caches, self.index), decode, phase, logits, extras)
 
 

@@ -7,7 +7,7 @@ dtype and shape is known before anything is saved or restored. Everything here r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -90,16 +90,21 @@ def unknown_classes(caches: Sequence[Any]) -> str:
 class Plan:
     """The caches that make gives, as the store sees them.
 
-    slots: tensors of the state that a few tokens fill. What appears later (a group that closes, say) is not checked.
+    slots: tensors of the state that a few tokens fill. later: those that one more token filled, and logits: what the
+    model makes of it; both are checked where they are, and in no namespace. by_piece: rows hold something else when the
+    piece of the prefill that computed them ends elsewhere, so that none may be cut off.
     """
 
     make: Callable[[], list[Any]]
     leaves: tuple[Leaf, ...]
     parts: tuple[Part, ...]
     slots: tuple[Slot, ...] = ()
+    later: tuple[Slot, ...] = ()
+    logits: Slot | None = None
+    by_piece: bool = False
 
     @staticmethod
-    def of(make: Callable[[], list[Any]], filled: Sequence[Any]) -> Plan:
+    def of(make: Callable[[], list[Any]], filled: Sequence[Any], *, by_piece: bool = False) -> Plan:
         """The plan of a model. filled are caches as make gives them, after a forward pass.
 
         ValueError for a class without a codec, and for tensors that cannot be cut by token.
@@ -116,19 +121,18 @@ class Plan:
             for name, cache, codec in _with_codecs(filled)
             for row, array in zip(codec.rows, codec.arrays(cache), strict=True)
         ]
-        slots = [
-            _slot(f"{name}.{key}", array, codec.token_axis)
-            for name, cache, codec in _with_codecs(filled)
-            if codec.stateful
-            for key, array in codec.snapshot(cache, None).tensors.items()
-            if array is not None
-        ]
-        return Plan(make, tuple(leaves), tuple(parts), tuple(slots))
+        return Plan(make, tuple(leaves), tuple(parts), tuple(_slots(filled)), by_piece=by_piece)
+
+    def after(self, filled: Sequence[Any], logits: Any) -> Plan:
+        """This plan with what a further step left in the caches and made as logits."""
+        known = {slot.name for slot in self.slots}
+        later = tuple(slot for slot in _slots(filled) if slot.name not in known)
+        return replace(self, later=later, logits=_slot("logits", logits, None))
 
     @cached_property
     def stateful(self) -> bool:
         """Whether a prefix can be resumed at boundary states only."""
-        return any(leaf.codec.stateful for leaf in self.leaves)
+        return self.by_piece or any(leaf.codec.stateful for leaf in self.leaves)
 
     @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -142,11 +146,13 @@ class Plan:
 
     def describe(self) -> dict[str, Any]:
         """For the namespace: classes, what they were made with, and every tensor's dtype and shape."""
-        return {
+        described: dict[str, Any] = {
             "caches": [[leaf.name, leaf.class_name, dict(leaf.config)] for leaf in self.leaves],
             "rows": [[part.name, part.dtype, part.heads, list(part.inner)] for part in self.parts],
             "state": [[slot.name, slot.dtype, list(slot.shape)] for slot in self.slots],
         }
+        # Named only where it is so: all other namespaces are those of before.
+        return described | ({"rows_by_piece": True} if self.by_piece else {})
 
     def fits(self, caches: Sequence[Any]) -> bool:
         """Whether these caches, or those of a batch, are of the classes that the model makes."""
@@ -209,11 +215,18 @@ class Plan:
         return caches
 
     def _check(self, tensors: Mapping[str, Any]) -> None:
-        """ValueError when a tensor of a state has another dtype or shape than this model's."""
-        for slot in self.slots:
+        """ValueError when a tensor of a state has another dtype or shape than this model's, or is not there."""
+        for slot in (*self.slots, *self.later):
             array = tensors.get(slot.name)
-            if array is not None and not slot.holds(array):
-                raise ValueError(f"{slot.name} is {array.dtype}{list(array.shape)}, not {slot}")
+            if array is None and slot in self.later:
+                continue
+            if array is None or not slot.holds(array):
+                raise ValueError(f"{slot.name} is {_kind(array)}, not {slot}")
+
+    def check_logits(self, logits: Any) -> None:
+        """ValueError when these are not one row of logits of this model."""
+        if self.logits is not None and not self.logits.holds(logits):
+            raise ValueError(f"logits are {_kind(logits)}, not {self.logits}")
 
     def _match(self, caches: Sequence[Any]) -> Iterator[tuple[str, Any, Codec]]:
         """Caches beside the leaves they belong to; ValueError when the engine holds other classes than it made."""
@@ -234,6 +247,19 @@ def _part(name: str, array: Any) -> Part:
     if array.dtype not in DTYPES or array.ndim < 4:
         raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, which cannot be cut by token")
     return Part(name, DTYPES[array.dtype], array.shape[1], tuple(array.shape[3:]))
+
+
+def _slots(filled: Sequence[Any]) -> Iterator[Slot]:
+    """The tensors of a state that are there."""
+    for name, cache, codec in _with_codecs(filled):
+        if codec.stateful:
+            for key, array in codec.snapshot(cache, None).tensors.items():
+                if array is not None:
+                    yield _slot(f"{name}.{key}", array, codec.token_axis)
+
+
+def _kind(array: Any) -> str:
+    return "missing" if array is None else f"{array.dtype}{list(array.shape)}"
 
 
 def _slot(name: str, array: Any, token_axis: int | None) -> Slot:

@@ -1,7 +1,8 @@
 """A short forward pass when a model is loaded: what its caches look like, and whether a restored one computes the same.
 
 Three tokens are prefilled, copied out, put into fresh caches, and one more token is computed from both. A model whose
-restored caches give other logits is served without the cache directory, whatever its classes are called.
+restored caches give other logits is served without the cache directory, whatever its classes are called. Whether the
+padding of a batch reaches what it computes is looked at when a batch has some.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvstore_mlx.live import Extras, ExtrasHook, Live
 from kvstore_mlx.plan import Plan
 from kvstore_mlx.restoring import Restoring
 
-__all__ = ["Forward", "masks_padding", "probe"]
+__all__ = ["Forward", "computes_by_piece", "masks_left_padding", "masks_padding", "probe"]
 
 Forward: TypeAlias = Callable[[list[int], Sequence[Any]], Any]
 """Computes tokens onto caches and returns the logits ``[vocabulary]`` after the last one."""
@@ -25,18 +26,34 @@ Forward: TypeAlias = Callable[[list[int], Sequence[Any]], Any]
 _TOKENS = [1, 2, 3]
 _NEXT = 4
 
+_LONG, _SHORT = list(range(1, 151)), list(range(2, 102))
+"""Prompts of a batch: the shorter one is filled up by fifty tokens, no multiple of any block's size."""
+
+_BY_PIECE = {"DynamicNTKScalingRoPE"}
+"""Modules that rotate keys by the length at which their piece of the prefill ends, once that is past a limit."""
+
+_BY_PLACE = ("index_block_size",)
+"""Attributes of modules that pick key blocks by their place in the buffer, which the padding of a batch moves.
+
+Named, because it takes more tokens than a probe can spend: minimax_m3_vl sees all of its first 16 blocks of 128."""
+
 _TOLERANCE = 1e-3
 """Largest difference of a logit, relative to the largest logit, that kernels may make of the same values in other
 memory. None was seen; a row in a wrong place gives differences of the order of the logits themselves."""
 
 
-def probe(make: Callable[[], list[Any]], forward: Forward, extras: ExtrasHook | None = None) -> Plan:
-    """The plan of a model. ValueError with a reason when its caches cannot be saved and restored."""
+def probe(
+    make: Callable[[], list[Any]], forward: Forward, extras: ExtrasHook | None = None, *, by_piece: bool = False
+) -> Plan:
+    """The plan of a model. ValueError with a reason when its caches cannot be saved and restored.
+
+    by_piece: what computes_by_piece says of it.
+    """
     attached = _Attached(extras)
     caches = make()
     forward(_TOKENS, caches)
     attached.keep()
-    plan = Plan.of(make, caches)
+    plan = Plan.of(make, caches, by_piece=by_piece)
     restored = _copied(plan, Live(plan, caches, None, len(_TOKENS)))
     ours = forward([_NEXT], restored)
     attached.put_back()
@@ -46,20 +63,46 @@ def probe(make: Callable[[], list[Any]], forward: Forward, extras: ExtrasHook | 
     alike, difference = _alike(ours, theirs)
     if not alike:
         raise ValueError(f"its restored caches compute other logits (by {difference:.3g})")
-    return plan
+    return plan.after(caches, theirs)
+
+
+def computes_by_piece(model: Any) -> bool:
+    """Whether what a token's row holds depends on where the piece of the prefill ends that it was computed in."""
+    return any(type(module).__name__ in _BY_PIECE for module in model.modules())
 
 
 def masks_padding(model: Any) -> bool:
     """Whether a prompt that mlx-lm fills up to a longer one of its batch leaves the caches that it leaves alone."""
     try:
         together = PromptProcessingBatch(model, [0, 1], [make_prompt_cache(model) for _ in range(2)])
-        together.prompt([[*_TOKENS, *_TOKENS], list(_TOKENS)])
-        padded, alone = together.extract_cache(1), make_prompt_cache(model)
-        model(mx.array([_TOKENS]), cache=alone)
+        together.prompt([list(_LONG), list(_SHORT)])
+        padded, alone = together.extract_cache(1), _prefilled(model, _SHORT)
         ours, theirs = (model(mx.array([[_NEXT]]), cache=caches)[0, -1] for caches in (padded, alone))
         return _alike(ours, theirs)[0]
     except Exception:  # a family whose batches fail altogether
         return False
+
+
+def masks_left_padding(model: Any) -> bool:
+    """Whether a sequence computes the same beside a longer one, where it lies behind padding: a piece, then a token."""
+    if any(hasattr(module, name) for module in model.modules() for name in _BY_PLACE):
+        return False
+    try:
+        beside = PromptProcessingBatch(model, [0, 1], [_prefilled(model, each) for each in (_LONG, _SHORT)])
+        alone = _prefilled(model, _SHORT)
+        for piece in ([*_TOKENS, *_TOKENS], [_NEXT]):
+            ours = model(mx.array([piece, piece]), cache=beside.prompt_cache)[1, -1]
+            theirs = model(mx.array([piece]), cache=alone)[0, -1]
+        return _alike(ours, theirs)[0]
+    except Exception:  # as above
+        return False
+
+
+def _prefilled(model: Any, tokens: list[int]) -> list[Any]:
+    caches: list[Any] = make_prompt_cache(model)
+    model(mx.array([tokens]), cache=caches)
+    mx.eval([cache.state for cache in caches])
+    return caches
 
 
 def _alike(ours: Any, theirs: Any) -> tuple[bool, float]:

@@ -93,6 +93,8 @@ class Restoring:
         snapshot, logits, extras = Snapshot(), None, Extras()
         if values is not None and self._state is not None:
             snapshot, logits, extras = taken_apart(self._state.arrays(), values)
+            if logits is not None:
+                self._plan.check_logits(logits)
         rows: dict[str, Any] = {}
         if self._plan.specs:
             if self._rows is None:

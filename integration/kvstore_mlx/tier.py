@@ -126,7 +126,9 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         # Not trimmable: the nearest strictly shorter entry will do.
         shorter = tokens[:-1]
         caches, rest = super().fetch_nearest_cache(model, shorter) if shorter else (None, [])
-        return (None, list(tokens)) if caches is None else (caches, [*rest, tokens[-1]])
+        if caches is None or not _cut_to(caches, len(shorter) - len(rest)):
+            return None, list(tokens)
+        return caches, [*rest, tokens[-1]]
 
     def _whole_from_memory(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
         """The longest entry that is a prefix as it stands: of a longer one these models cannot use a part."""
@@ -307,7 +309,7 @@ def _align(tokens: list[int], caches: list[Any]) -> list[int]:
 def _cut_to(caches: Sequence[Any], tokens: int) -> bool:
     """Whether mlx-lm's trim did what it says: a ConcatenateKVCache keeps its rows, a ChunkedKVCache may lack some."""
     try:
-        return set(_counts(caches)) <= {tokens}
+        return set(_counts(caches)) <= {tokens, None}
     except ValueError:
         return False
 

@@ -58,6 +58,20 @@ def test_rows_that_were_trimmed_are_left_out(make_one):
     assert_same_future(copy, cache, (1, 4))
 
 
+def test_mlx_lm_s_trim_of_concatenated_rows_is_seen():
+    """It moves the offset and keeps the rows, which the next update would take again."""
+    plan = attention_plan(lambda: [ConcatenateKVCache()])
+    cache = ConcatenateKVCache()
+    forward(cache, Feed(1), 50)
+    assert plan.starts([cache], None, 50)
+    cache.trim(20)
+    with pytest.raises(ValueError, match=r"layers hold \[50\] tokens where 30 were computed"):
+        plan.starts([cache], None, 30)
+    assert plan.count([ConcatenateKVCache()]) == 0
+    with pytest.raises(ValueError, match="not served in batches"):
+        plan.starts([cache], 0, 50)
+
+
 def test_a_cache_that_the_engine_quantized_itself():
     """to_quantized leaves tuples, which the engine replaces by lists at its next growth; both must be read."""
     plan = attention_plan(lambda: [quantized()])
@@ -219,6 +233,24 @@ class TestChunked:
                 plan.rebuild(40, {}, Snapshot(snapshot.tensors, values))
         with pytest.raises(ValueError, match="not served in batches"):
             plan.starts([cache], 0, 40)
+        fewer = {**snapshot.tensors, "0.values": snapshot.tensors["0.values"][:, :, 1:]}
+        with pytest.raises(ValueError, match=r"tensors of one cache hold \[39, 40\] rows"):
+            plan.rebuild(40, {}, Snapshot(fewer, snapshot.values))
+
+    @pytest.mark.parametrize(("tokens", "right"), [(40, True), (35, True), (32, True), (31, False), (26, False)])
+    def test_a_trim_to_a_chunk_that_lost_its_first_rows_is_seen(self, tokens, right):
+        """mlx-lm trims within the rows that are left; those of 24 to 40 begin in the middle of the chunk of 31."""
+        plan = attention_plan(lambda: [ChunkedKVCache(16)])
+        cache = ChunkedKVCache(16)
+        forward(cache, Feed(1), 40)
+        cache.maybe_trim_front()
+        assert cache.start_position == 24
+        cache.trim(40 - tokens)
+        if right:
+            assert plan.count([cache]) == tokens
+        else:
+            with pytest.raises(ValueError, match="a chunk begins at token 16, and its rows at 24"):
+                plan.starts([cache], None, tokens)
 
 
 class TestCompressed:
@@ -261,8 +293,19 @@ class TestCompressed:
         plan = plan_of(lambda: [LayerCache(8)], lambda cache: self.step(cache, Feed(), 3))
         cache = LayerCache(8)
         self.step(cache, Feed(), 9)
+        snapshot = plan.snapshot([cache], None)
         with pytest.raises(ValueError, match="holds 9 tokens instead of 8"):
-            plan.rebuild(8, {}, plan.snapshot([cache], None))
+            plan.rebuild(8, {}, snapshot)
+        tensors = snapshot.tensors
+        for other in (
+            {"0.window": tensors["0.window"][:, 1:]},
+            {"0.pending_gate": tensors["0.pending_gate"][:, 1:]},
+            {"0.pending_kv": tensors["0.pending_kv"][:, 1:], "0.pending_gate": tensors["0.pending_gate"][:, 1:]},
+            {"0.index_k": tensors["0.compress_kv"][:, 1:]},
+            {"0.compress_kv": None},
+        ):
+            with pytest.raises(ValueError, match=r"rows|groups"):
+                plan.rebuild(9, {}, Snapshot({**tensors, **other}, snapshot.values))
         with pytest.raises(ValueError, match="not served in batches"):
             plan.starts([cache], 0, 9)
 

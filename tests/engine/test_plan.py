@@ -53,7 +53,7 @@ def test_layers_that_disagree_are_refused_at_restore():
     assert plan.rebuild(9, arrays, snapshot)
     with pytest.raises(ValueError, match="saved after 9 tokens instead of 8"):
         plan.rebuild(8, arrays, snapshot)
-    with pytest.raises(ValueError, match="a state holds"):
+    with pytest.raises(ValueError, match=r"1\.keys is missing"):
         plan.rebuild(9, arrays, Snapshot())
 
 
@@ -94,11 +94,35 @@ class TestStates:
             snapshot = plan.snapshot(self.caches(tokens), None)
             assert plan.rebuild(tokens, {}, snapshot)
 
-    def test_what_a_short_pass_leaves_empty_is_not_checked(self, plan):
+    def test_what_a_short_pass_leaves_empty_is_not_checked_unless_one_more_token_filled_it(self, plan):
         caches = self.caches()
         caches[1][0] = mx.zeros((1, 9), mx.bfloat16)
+        snapshot = plan.snapshot(caches, None)
+        assert plan.rebuild(20, {}, snapshot)
+        later = self.caches(4)
+        later[1][0] = mx.zeros((1, 8), mx.bfloat16)
+        seen = plan.after(later, mx.zeros(7))
+        assert seen.describe() == plan.describe()
+        with pytest.raises(ValueError, match=r"1.0 is mlx.core.bfloat16\[1, 9\]"):
+            seen.rebuild(20, {}, snapshot)
+        # It may be filled later still.
+        assert seen.rebuild(20, {}, plan.snapshot(self.caches(), None))
+
+    def test_what_a_short_pass_fills_is_there(self, plan):
+        caches = self.caches()
+        snapshot = plan.snapshot(caches, None)
+        with pytest.raises(ValueError, match=r"1\.1 is missing"):
+            plan.rebuild(20, {}, Snapshot({**snapshot.tensors, "1.1": None}, snapshot.values))
         caches[1][1] = None
-        assert plan.rebuild(20, {}, plan.snapshot(caches, None))
+        with pytest.raises(ValueError, match=r"1\.1 is missing"):
+            plan.snapshot(caches, None)
+
+    @pytest.mark.parametrize("logits", [mx.zeros(8), mx.zeros((1, 7)), mx.zeros(7, mx.float16)])
+    def test_logits_are_one_row_of_the_model_s(self, plan, logits):
+        seen = plan.after(self.caches(4), mx.zeros(7))
+        seen.check_logits(mx.ones(7))
+        with pytest.raises(ValueError, match="logits are"):
+            seen.check_logits(logits)
 
     @pytest.mark.parametrize(
         ("more", "text"),
@@ -215,13 +239,28 @@ def test_what_is_described_tells_models_apart():
     assert attention_plan(two).describe() == descriptions[0]
 
 
+def test_rows_that_depend_on_their_piece_are_resumed_at_states():
+    plain = attention_plan(two)
+    by_piece = Plan.of(two, filled(two(), 3), by_piece=True)
+    assert (plain.stateful, by_piece.stateful) == (False, True)
+    assert by_piece.describe() == {**plain.describe(), "rows_by_piece": True}
+    assert ModelSpace((Form(by_piece, None),), "model").by_piece
+    caches = filled(two(), 8)
+    # Their state is only where one ended.
+    state = Live(by_piece, caches, None, 8).state(decode=False)
+    assert (state.tensors, state.values) == ((), {})
+
+
 def test_a_model_of_two_forms_is_seen_in_the_one_it_has():
     plain, quantized = attention_plan(two), attention_plan(lambda: [QuantizedKVCache(32, 8) for _ in range(2)])
     forms = (Form(plain, None), Form(quantized, None, least=100))
     space = ModelSpace(forms, "model")
     caches = filled(two(), 8)
     assert space.look(caches, None, 8)[0] is forms[0]
-    assert space.look([cache.to_quantized(32, 8) for cache in caches], None, 8)[0] is forms[1]
+    assert space.look([cache.to_quantized(32, 8) for cache in filled(two(), 100)], None, 100)[0] is forms[1]
+    # Quantized, and then cut to what an uninterrupted run has in plain caches.
+    with pytest.raises(ValueError, match="8 tokens are quantized, which an engine does from 100 on"):
+        space.look([cache.to_quantized(32, 8) for cache in caches], None, 8)
     with pytest.raises(ValueError, match="other cache classes"):
         space.look([caches[0], caches[1].to_quantized(32, 8)], None, 8)
     forms[0].trouble = "the disk lies"

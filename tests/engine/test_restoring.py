@@ -157,6 +157,16 @@ class TestDamage:
             assert {type(cache) for cache in run.caches} == {QuantizedKVCache}
 
 
+def changed(state: State, names: str, shape: Any, dtype: str | None = None) -> State:
+    """A state whose tensors of these names have another shape, and the beginning of their bytes."""
+    tensors = [
+        replace(tensor, shape=shape(tensor), dtype=dtype or tensor.dtype) if tensor.name.startswith(names) else tensor
+        for tensor in state.tensors
+    ]
+    data = [bytes(memoryview(old).cast("B")[: new.nbytes]) for new, old in zip(tensors, state.data, strict=True)]
+    return State(tuple(tensors), data, state.values)
+
+
 class TestForeignStates:
     """Whole by its digests, in the right namespace, and nothing that this model writes."""
 
@@ -209,8 +219,25 @@ class TestForeignStates:
                 s.data,
                 s.values,
             ),
+            lambda s: changed(s, "0.values", lambda t: (1, t.shape[1], t.shape[2] - 1, t.shape[3])),
+            lambda s: changed(s, "0.", lambda t: (1, t.shape[1], t.shape[2] - 1, t.shape[3])),
+            lambda s: changed(s, "logits", lambda t: (t.shape[0] - 1,)),
+            lambda s: changed(s, "logits", lambda t: (1, *t.shape)),
+            lambda s: changed(s, "logits", lambda t: t.shape, "I32"),
         ],
-        ids=["a tensor less", "a cursor outside", "another offset", "no values", "another dtype", "other heads"],
+        ids=[
+            "a tensor less",
+            "a cursor outside",
+            "another offset",
+            "no values",
+            "another dtype",
+            "other heads",
+            "a value row less",
+            "a row less",
+            "a logit less",
+            "logits of another rank",
+            "logits of another dtype",
+        ],
     )
     def test_is_a_miss(self, tmp_path, caplog, change):
         self.replaced(tmp_path, change, caplog)

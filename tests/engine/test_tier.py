@@ -7,17 +7,27 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from cache_support import Feed, attention_plan, forward
-from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
 from kvstore import NamespaceInfo, Store
 from kvstore_mlx.boundaries import Saving
 from kvstore_mlx.engine import recording_stream_generate
 from kvstore_mlx.forms import Form, ModelSpace
 from kvstore_mlx.housekeeping import Housekeeping
+from kvstore_mlx.plan import Plan
 from kvstore_mlx.tier import TieredPromptCache
 from kvstore_mlx.writer import Writer
 
 MODEL = ("model", None, None)
+DRAFTED = ("model", None, "draft")
 
 
 class NoSpaces:
@@ -68,6 +78,46 @@ def test_an_exact_hit_of_a_recurrent_cache_falls_back(tier):
     caches, rest = tier.fetch_nearest_cache(MODEL, [1, 2, 3, 4])
     assert rest == [3, 4]
     assert caches is not None
+
+
+def test_an_exact_hit_that_mlx_lm_cannot_cut(tier):
+    """Its trim of a ConcatenateKVCache moves the offset and keeps the row: the token would be there twice."""
+    cache = ConcatenateKVCache()
+    cache.update_and_fetch(mx.zeros((1, 1, 4, 4)), mx.zeros((1, 1, 4, 4)))
+    tier.insert_cache(MODEL, [1, 2, 3, 4], [cache])
+    assert tier.fetch_nearest_cache(MODEL, [1, 2, 3, 4]) == (None, [1, 2, 3, 4])
+    # In a longer prompt all of it is of use.
+    caches, rest = tier.fetch_nearest_cache(MODEL, [1, 2, 3, 4, 5])
+    assert (caches[0].keys.shape[2], rest) == (4, [5])
+
+
+class TestWithADraftModel:
+    """The caches of both are cut to the tokens that both were shown."""
+
+    def held(self, tier, caches: list[Any], tokens: list[int]) -> list[int]:
+        tier.insert_cache(DRAFTED, tokens, caches)
+        found, rest = tier.fetch_nearest_cache(DRAFTED, [*tokens, 99])
+        return tokens[: len(tokens) + 1 - len(rest)] if found is not None else []
+
+    def test_both_are_cut(self, tier):
+        caches = [*kv(9), *kv(7)]
+        assert self.held(tier, caches, list(range(8))) == list(range(7))
+        assert [cache.offset for cache in caches] == [7, 7]
+
+    def test_lists_of_caches(self, tier):
+        """deepseek_v32: a CacheList says nowhere how many tokens it holds."""
+        caches = [CacheList(*kv(9), *kv(9)), *kv(8)]
+        assert self.held(tier, caches, list(range(9))) == list(range(8))
+        assert [leaf.offset for leaf in caches[0].caches] == [8, 8]
+
+    @pytest.mark.parametrize("make", [ArraysCache, ConcatenateKVCache, RotatingKVCache])
+    def test_what_cannot_be_cut_is_not_kept(self, tier, make):
+        cache = make() if make is ConcatenateKVCache else make(2)
+        if make is ArraysCache:
+            cache[0] = mx.zeros((1, 4))
+        else:
+            cache.update_and_fetch(mx.zeros((1, 1, 9, 4)), mx.zeros((1, 1, 9, 4)))
+        assert self.held(tier, [cache, *kv(7)], list(range(8))) == []
 
 
 def test_an_exact_hit_of_a_single_token(tier):
@@ -222,9 +272,59 @@ class TestWithADirectory:
         caches, rest = tier.fetch_nearest_cache(MODEL, [*range(200), 7])
         assert (caches, len(rest)) == (None, 201)
         assert "a cache in memory was left out" in caplog.text
-        # Within what is left it is as good as any.
+        # Within what is left it is as good as any, but in a chunk whose first rows are gone (those from 272 on).
         caches, rest = tier.fetch_nearest_cache(MODEL, [*range(295), 7])
         assert (caches[0].offset, len(rest)) == (295, 1)
+        assert tier.fetch_nearest_cache(MODEL, [*range(286), 7])[0] is None
+
+    @pytest.mark.parametrize("shared", [120, 149, 150, 200])
+    def test_quantized_caches_that_were_cut_below_their_start_are_left_out(self, store, writer, shared, caplog):
+        """mlx-lm's memory would go on quantized where --quantized-kv-start says plain, and that would be saved."""
+
+        def quantized():
+            return [QuantizedKVCache(32, 4)]
+
+        plain, later = attention_plan(lambda: [KVCache()]), attention_plan(quantized)
+        forms = tuple(
+            Form(plan, store.namespace(NamespaceInfo({"form": plan is plain})), 0 if plan is plain else 150)
+            for plan in (plain, later)
+        )
+        tier = TieredPromptCache(10, OneSpace(ModelSpace(forms, "m")), writer, Saving())
+        caches = quantized()
+        forward(caches[0], Feed(1), 300)
+        tier.insert_cache(MODEL, list(range(300)), caches)
+        caches, rest = tier.fetch_nearest_cache(MODEL, [*range(shared), 7, 8])
+        if shared < 150:
+            assert (caches, len(rest)) == (None, shared + 2)
+            assert f"{shared} tokens are quantized, which an engine does from 150 on" in caplog.text
+        else:
+            assert (caches[0].offset, rest) == (shared, [7, 8])
+        # The exact hit of one token more than the start is cut below it, too.
+        tier.insert_cache(MODEL, list(range(1000, 1150)), [self.filled(quantized, 150)])
+        assert tier.fetch_nearest_cache(MODEL, list(range(1000, 1150)))[0] is None
+
+    @staticmethod
+    def filled(make, tokens: int) -> Any:
+        (cache,) = make()
+        forward(cache, Feed(1), tokens)
+        return cache
+
+    def test_rows_that_depend_on_their_piece_are_whole_in_memory_too(self, store, writer):
+        def make():
+            return [KVCache()]
+
+        plan = Plan.of(make, [self.filled(make, 3)], by_piece=True)
+        form = Form(plan, store.namespace(NamespaceInfo({"model": "by piece"})))
+        tier = TieredPromptCache(10, OneSpace(ModelSpace((form,), "m")), writer, Saving())
+        tier.insert_cache(MODEL, list(range(300)), [self.filled(make, 300)])
+        for shorter in ([*range(200), 7], list(range(300)), [7], []):
+            assert tier.fetch_nearest_cache(MODEL, shorter)[0] is None
+        for more in (1, 20):
+            caches, rest = tier.fetch_nearest_cache(MODEL, list(range(300 + more)))
+            assert (caches[0].offset, len(rest)) == (300, more)
+        # It is a copy, and the recording stops at each boundary.
+        assert caches[0] is not tier.fetch_nearest_cache(MODEL, list(range(301)))[0][0]
+        assert tier.needs_boundaries(MODEL)
 
     def test_boundaries_of_a_model_that_needs_them(self, store, writer):
         def make():

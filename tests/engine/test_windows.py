@@ -151,5 +151,8 @@ def test_what_does_not_fit_is_refused():
     short = {name: array[:, :, :5] for name, array in snapshot.tensors.items()}
     with pytest.raises(ValueError, match="window of 8 holds 5 rows"):
         plan.rebuild(30, {}, Snapshot(short, snapshot.values))
+    fewer = {**snapshot.tensors, "0.values": short["0.values"]}
+    with pytest.raises(ValueError, match=r"tensors of one cache hold \[5, 8\] rows"):
+        plan.rebuild(30, {}, Snapshot(fewer, snapshot.values))
     # A window of another size has other classes' bytes for the plan, so its namespace is another one.
     assert plan_for(WINDOW).describe() != plan_for(16).describe() != plan_for(16, 4).describe()

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from kvstore.states import Scalar
 
-__all__ = ["Codec", "Snapshot", "Whole", "attention_rows", "batch_start", "refuse"]
+__all__ = ["Codec", "Snapshot", "Whole", "attention_rows", "batch_start", "refuse", "rows_of"]
 
 
 @dataclass(frozen=True)
@@ -86,3 +86,11 @@ def refuse(snapshot: Snapshot, tensors: set[str], values: set[str]) -> None:
     """ValueError for a snapshot that another version of a codec made."""
     if set(snapshot.tensors) != tensors or set(snapshot.values) != values:
         raise ValueError(f"a state holds {sorted(snapshot.tensors)} and {sorted(snapshot.values)}")
+
+
+def rows_of(*tensors: Any, axis: int = 2) -> int:
+    """Rows of tensors that must have as many each, 0 when none is there; ValueError when they differ."""
+    counts = {0 if tensor is None else tensor.shape[axis] for tensor in tensors}
+    if len(counts) > 1:
+        raise ValueError(f"tensors of one cache hold {sorted(counts)} rows")
+    return int(counts.pop())

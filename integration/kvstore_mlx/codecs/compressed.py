@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvstore.states import Scalar
-from kvstore_mlx.codecs.base import Snapshot, Whole, refuse
+from kvstore_mlx.codecs.base import Snapshot, Whole, refuse, rows_of
 
 __all__ = ["Compressed"]
 
@@ -39,6 +39,23 @@ class Compressed(Whole):
         refuse(snapshot, set(_TENSORS), {"offset"})
         if snapshot.values["offset"] != tokens:
             raise ValueError(f"a layer holds {snapshot.values['offset']} tokens instead of {tokens}")
+        _check(cache.window_size, tokens, snapshot.tensors)
         for name in _TENSORS:
             setattr(cache, name, snapshot.tensors[name])
         cache.offset = tokens
+
+
+def _check(size: int, tokens: int, tensors: Mapping[str, Any]) -> None:
+    """The window is as full as it can be, and closed groups of one length (the model's) and the open one have all."""
+    window = rows_of(tensors["window"], axis=1)
+    pending = rows_of(tensors["pending_kv"], tensors["pending_gate"], axis=1)
+    groups = rows_of(tensors["compress_kv"], axis=1)
+    keys = rows_of(tensors["index_k"], axis=1)
+    closed = tokens - pending
+    # A layer that closes no groups has an open one or none; one that shares its keys has none of its own.
+    whole = closed % groups == 0 and pending < closed // groups if groups else pending in {0, tokens}
+    if window != min(tokens, size) or not whole or keys not in {0, groups}:
+        raise ValueError(
+            f"a layer holds {window} of {size} rows, {groups} groups, {keys} index keys and {pending} more after "
+            f"{tokens} tokens"
+        )

@@ -49,6 +49,12 @@ class Plain:
 class Concatenated(Plain):
     """ConcatenateKVCache: the same, without spare rows, and never in a batch."""
 
+    def extent(self, cache: Any, index: int | None) -> tuple[int, int] | None:
+        """As many tokens as rows: mlx-lm's trim moves the offset alone, and the next update takes all rows again."""
+        if index is not None:
+            raise ValueError("concatenated caches are not served in batches")
+        return 0, 0 if cache.keys is None else cache.keys.shape[-2]
+
     def rebuild(self, cache: Any, tokens: int, arrays: Sequence[Any], snapshot: Snapshot) -> None:
         """Its length is the length of its arrays."""
         del snapshot

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvstore.states import Scalar
-from kvstore_mlx.codecs.base import Snapshot, Whole, refuse
+from kvstore_mlx.codecs.base import Snapshot, Whole, refuse, rows_of
 
 __all__ = ["Rotating"]
 
@@ -43,7 +43,7 @@ class Rotating(Whole):
                 cursor = cache.max_size
             elif cache.offset < size:
                 keys, values = keys[:, :, : cache.offset], values[:, :, : cache.offset]
-        _check(cache.max_size, cache.offset, keys, cursor)
+        _check(cache.max_size, cache.offset, keys, values, cursor)
         return Snapshot({"keys": keys, "values": values}, {"offset": cache.offset, "cursor": cursor})
 
     def rebuild(self, cache: Any, tokens: int, arrays: Sequence[Any], snapshot: Snapshot) -> None:
@@ -53,14 +53,14 @@ class Rotating(Whole):
         keys, values = snapshot.tensors["keys"], snapshot.tensors["values"]
         if snapshot.values["offset"] != tokens:
             raise ValueError(f"a window was saved after {snapshot.values['offset']} tokens instead of {tokens}")
-        _check(cache.max_size, tokens, keys, snapshot.values["cursor"])
+        _check(cache.max_size, tokens, keys, values, snapshot.values["cursor"])
         cache.keys, cache.values = keys, values
         cache.offset, cache._idx = tokens, snapshot.values["cursor"]  # noqa: SLF001 - as above
 
 
-def _check(window: int, tokens: int, keys: Any, cursor: Any) -> None:
+def _check(window: int, tokens: int, keys: Any, values: Any, cursor: Any) -> None:
     """A ring holds the last tokens of its window, as many as there were."""
-    held = 0 if keys is None else keys.shape[2]
+    held = rows_of(keys, values)
     if held != min(tokens, window) or not isinstance(cursor, int) or not 0 <= cursor <= held:
         raise ValueError(f"a window of {window} holds {held} rows and cursor {cursor} after {tokens} tokens")
 
