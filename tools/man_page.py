@@ -88,7 +88,8 @@ def _placeholder(argument: Any) -> str:
 def _value(option: Any) -> str:
     if option.is_flag:
         return ""
-    choices = getattr(getattr(option, "type_descriptor", option.type), "choices", None)  # typer's own, or click's
+    kind = option.type_descriptor if hasattr(option, "type_descriptor") else option.type  # typer's own, or click's
+    choices = getattr(kind, "choices", None)
     if choices:
         return " " + "|".join(literal(str(getattr(each, "value", each))) for each in choices)
     assert option.metavar, f"{option.opts[0]} does not say what it takes"
