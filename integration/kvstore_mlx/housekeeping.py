@@ -1,8 +1,8 @@
 """Keep the directory within its budget while a server runs, and its writes worth their wear.
 
-Runs on the writer thread, but for asked. The directory is measured once, before the first write, and again by each
-collection; in between what was written is added up. Other processes' writes are noticed at the next measurement, which
-is forced after a gibibyte of our own, or a tenth of the smallest quota of a namespace.
+Runs on the writer thread, but for asked and refuses. The directory is measured once, before the first write, and again
+by each collection; in between what was written is added up. Other processes' writes are noticed at the next
+measurement, which is forced after a gibibyte of our own, or a tenth of the smallest quota of a namespace.
 
 A full directory takes a new node only when it is warmer than the coldest leaf (kvstore.admission). How warm that one is
 the last collection told, and a leaf only gets warmer, so mostly no look at the directory is needed to say no.
@@ -11,6 +11,7 @@ the last collection told, and a leaf only gets warmer, so mostly no look at the 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Container
 from enum import Enum
@@ -73,6 +74,7 @@ class Housekeeping:
         self._took = 0.0
         self._said: dict[Refusal, float] = {}
         self._refused: dict[Refusal, tuple[int, int]] = {}
+        self._lock = threading.Lock()
 
     @property
     def budget(self) -> int:
@@ -129,6 +131,23 @@ class Housekeeping:
             return None
         refusal = self._replace(size, namespace, tokens, ahead)
         return None if refusal is None else self._refuse(refusal, size)
+
+    def refuses(self, size: int, namespace: Namespace, tokens: bytes) -> bool:
+        """Whether make_room would say no to a full chunk at the end of these tokens, by what the last collection told.
+
+        Without a look at the directory, on the generation thread: what is not wanted need not be copied first. Counted
+        as a no of make_room is.
+        """
+        coldest, used = self._coldest, self._used
+        if coldest is None or used is None or used + size <= self._budget:
+            return False
+        path = namespace.names(tokens)
+        parent = path[-2] if len(path) > 1 else None
+        warmth = self._warmth.wanted(path[-1], parent, self._store.context.clock())
+        if coldest < warmth - self._warmth.margin_ns:
+            return False
+        self._refuse(Refusal.WARM, size)
+        return True
 
     def _look(self, stands_on: Container[Path]) -> int:
         """What the directory takes. Namespaces over their quotas are cut back, which the budget alone may never do."""
@@ -196,8 +215,9 @@ class Housekeeping:
         return self._used
 
     def _refuse(self, refusal: Refusal, size: int) -> Refusal:
-        times, total = self._refused.get(refusal, (0, 0))
-        self._refused[refusal] = times + 1, total + size
+        with self._lock:
+            times, total = self._refused.get(refusal, (0, 0))
+            self._refused[refusal] = times + 1, total + size
         self._store.context.counters.add(refused_nodes=1, refused_bytes=size)
         now = self._monotonic()
         if refusal is not Refusal.FULL and now - self._said.get(refusal, now - _SAY_EVERY_S) >= _SAY_EVERY_S:

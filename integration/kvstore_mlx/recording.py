@@ -174,22 +174,29 @@ class Recording:
         if not items:
             return
         last = max(item.end for item in items)
-        if self._packed is None:
-            # Once, and not at every chunk: a long prompt takes a millisecond.
-            self._packed = pack_tokens(self._tokens)
-        packed = self._packed[: last * TOKEN_BYTES]
-        job = Job(form, packed, items, self._on_failure, loans, self.on_written)
+        job = Job(form, self._until(last), items, self._on_failure, loans, self.on_written)
         if self._writer.offer(job):
             self._saved[form] = max(first, end)
 
+    def _until(self, end: int) -> bytes:
+        """The first end tokens, packed."""
+        if self._packed is None:
+            # Once, and not at every chunk: a long prompt takes a millisecond.
+            self._packed = pack_tokens(self._tokens)
+        return self._packed[: end * TOKEN_BYTES]
+
     def _copied(self, form: Form, rows: Rows, cuts: Iterable[tuple[int, int]]) -> tuple[list[Span], dict[int, Loan]]:
-        """Spans with copies of rows in memory of the writer's, as many as its queue has room for."""
+        """Spans with copies of rows in memory of the writer's, as many as its queue has room for and as are wanted."""
         spans: list[Span] = []
         loans: dict[int, Loan] = {}
         for begin, end in cuts:
             data: list[Any] = []
+            size = sum(spec.span_bytes(end - begin) for spec in rows.specs)
+            if end % form.interval == 0 and self._writer.refuses(form, self._until(end), size):
+                self._failed = True
+                break
             if rows.specs:
-                loan = self._writer.lend(form.plan.token_bytes * (end - begin))
+                loan = self._writer.lend(size)
                 if loan is None:
                     break
                 loans[begin] = loan

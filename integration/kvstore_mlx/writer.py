@@ -121,6 +121,10 @@ class Writer:
         new = len(match.tokens) // TOKEN_BYTES - match.count
         self.expect(form.plan.token_bytes * min(new, form.interval))
 
+    def refuses(self, form: Form, tokens: bytes, size: int) -> bool:
+        """Whether a full chunk at the end of these tokens would not be written; called on the engine's thread."""
+        return self._housekeeping.refuses(size, form.namespace, tokens)
+
     def lend(self, size: int) -> Loan | None:
         """Memory to copy a span into, which goes into its job; None when the queue is full. Never waits."""
         return self._pool.lend(size)

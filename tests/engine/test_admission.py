@@ -46,6 +46,22 @@ def test_the_second_of_two_prompts_is_left_out_without_a_warning(store, form, ca
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
+def test_what_will_be_left_out_is_not_copied_first(store, form, monkeypatch):
+    house = Housekeeping(store, usage(store.context) + 5 * CHUNK)
+    writer = Writer(house)
+    lent = []
+    monkeypatch.setattr(writer, "lend", lambda size, lend=writer.lend: lent.append(size) or lend(size))
+    save(form, writer, list(range(1, 600)), 4)
+    save(form, writer, list(range(1001, 1600)), 4)
+    assert len(lent) == 5, "the first that is refused was copied: how cold the coldest is was not known"
+    recording = save(form, writer, list(range(2001, 2600)), 4)
+    assert len(lent) == 5
+    assert not recording.wants(4 * INTERVAL)
+    assert house.refused == {Refusal.WARM: (2, 2 * CHUNK)}
+    assert store.context.counters.refused_nodes == 2
+    assert writer.close(30)
+
+
 def test_a_write_limit_ends_the_saving_of_a_prompt_at_a_chunk(store, form):
     prompt = list(range(1, 600))
     house = Housekeeping(store, 1 << 40, write_limit=2 * CHUNK + CHUNK // 2)
