@@ -33,6 +33,7 @@ __all__ = ["Memory", "parameters_digest", "weights_digest"]
 log = logging.getLogger("kvstore")
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_CHECK_BYTES = 8
 _READ = 1 << 22
 _THREADS = 2
 _MAX_REMEMBERED = 4096
@@ -40,7 +41,11 @@ _SAY_ABOVE = 1 << 30
 
 
 class Memory:
-    """Digests of files seen before, in one small file of the user's cache folder. Losing it costs reading again."""
+    """Digests of files seen before, in one small file of the user's cache folder. Losing it costs reading again.
+
+    Each comes with a checksum of itself and its key: one flipped bit in a digest would be another model, and a miss for
+    everything that was saved, as long as the file is remembered.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path or Path(platformdirs.user_cache_dir("kvstore")) / "weights.json"
@@ -48,7 +53,7 @@ class Memory:
         with suppress(OSError, ValueError, RecursionError):
             known = json.loads(self._path.read_bytes())
             if isinstance(known, dict):
-                self._known = {key: value for key, value in known.items() if _SHA256.fullmatch(str(value))}
+                self._known = {key: digest for key, value in known.items() if (digest := _unsealed(key, value))}
 
     @staticmethod
     def _key(status: os.stat_result) -> str:
@@ -73,11 +78,22 @@ class Memory:
             fd, staged = tempfile.mkstemp(dir=self._path.parent, prefix=".weights-")
             try:
                 with os.fdopen(fd, "w") as stream:
-                    json.dump(self._known, stream)
+                    json.dump({key: _sealed(key, digest) for key, digest in self._known.items()}, stream)
                 os.replace(staged, self._path)
             except BaseException:
                 os.unlink(staged)
                 raise
+
+
+def _sealed(key: str, digest: str) -> str:
+    check = hashlib.blake2s(f"{key} {digest}".encode(), digest_size=_CHECK_BYTES)
+    return f"{digest} {check.hexdigest()}"
+
+
+def _unsealed(key: str, value: object) -> str | None:
+    """The digest in a value of the file, unless the value or its key is not what was written."""
+    digest = str(value).partition(" ")[0]
+    return digest if _SHA256.fullmatch(digest) and value == _sealed(key, digest) else None
 
 
 def weights_digest(folder: Path, pattern: str, memory: Memory) -> str:

@@ -112,6 +112,39 @@ def test_a_damaged_memory_costs_reading_again(tmp_path, reads, content):
     assert len(reads) == 1
 
 
+def test_no_flipped_bit_in_the_memory_is_another_model(tmp_path, reads):
+    """It would be one for as long as the file is remembered, and nothing that was saved would be found."""
+    path = tmp_path / "memory.json"
+    folder = make(tmp_path / "a", model_1=b"one", model_2=b"two")
+    right = weights_digest(folder, "model*", Memory(path))
+    data = path.read_bytes()
+    statuses = [(folder / f"model_{number}.safetensors").stat() for number in (1, 2)]
+    digests = [hashlib.sha256(content).hexdigest() for content in (b"one", b"two")]
+    forgotten = 0
+    for at in range(len(data)):
+        for bit in range(8):
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
+            memory = Memory(path)
+            found = [memory.get(status) for status in statuses]
+            assert all(known in {None, digest} for known, digest in zip(found, digests, strict=True)), (at, bit)
+            forgotten += found.count(None)
+    assert forgotten > 8 * len(data)  # a whole file is lost with its braces, one row with a digit
+    assert len(reads) == 2
+    assert weights_digest(folder, "model*", Memory(path)) == right
+
+
+def test_a_memory_of_an_older_version_costs_reading_again(tmp_path, reads):
+    """It had no checksums."""
+    folder = make(tmp_path / "a", model=b"one")
+    status = (folder / "model.safetensors").stat()
+    path = tmp_path / "memory.json"
+    path.write_text(json.dumps({Memory._key(status): "0" * 64}))
+    right = weights_digest(folder, "model*", Memory(path))
+    assert reads == ["model.safetensors"]
+    assert weights_digest(folder, "model*", Memory(path)) == right
+    assert len(reads) == 1
+
+
 def test_a_memory_that_cannot_be_written_is_let_be(tmp_path, reads):
     (tmp_path / "file").write_text("in the way")
     folder = make(tmp_path / "a", model=b"one")
