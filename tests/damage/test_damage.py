@@ -1,6 +1,6 @@
-"""Bit flips, cuts, extensions and swaps in every kind of file: a shorter prefix, never wrong bytes, never an exception.
+"""Bit flips, cuts, extensions and swaps in manifests and blocks: a shorter prefix, never wrong bytes or an exception.
 
-kvstore.json is the one file whose damage may be a refusal instead (in a sentence): without it nothing else is known.
+The small files (kvstore.json, descriptions, quotas, counters, tokenizations) are in test_small_files.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from core_support import INFO, block_files, node_files, open_store, prompt, restore, span, spans
 
-from kvstore import KVStoreError, Namespace, State, StateTensor
+from kvstore import Namespace, State, StateTensor
 from kvstore.manifest import decode
 
 TOKENS = prompt(44)
@@ -268,68 +268,3 @@ def test_damage_does_not_spread_to_what_is_published_after_it(root):
         assert restore(space, TOKENS).tokens == 32
         space.publish(TOKENS, [span(TOKENS, 32, 44)])
         assert restore(space, TOKENS).tokens == 44
-
-
-def everything(data: bytes) -> Iterator[tuple[str, bytes]]:
-    """A small file in every state of damage: each bit flipped, each length, longer, and zeros."""
-    for at in range(len(data)):
-        for bit in range(8):
-            yield f"bit {bit} of byte {at}", flip(at, bit)(data)
-        yield f"cut to {at}", data[:at]
-    yield "longer", data + b"\0"
-    yield "twice", data + data
-    yield "zeros", bytes(len(data))
-
-
-def test_no_damage_of_a_tokenization_gives_other_tokens(root, record_property):
-    record_property("what", "Every bit of a small file flipped, and every length of it")
-    request, tokens = b"a request", b"\1\0\0\0\2\0\0\0"
-    with open_store(root) as store:
-        store.tokenizations(b"scope").put(request, tokens)
-    (path,) = (path for path in (root / "objects" / "tokens").rglob("*") if path.is_file())
-    data = path.read_bytes()
-    seen = 0
-    for name, damaged in everything(data):
-        replace(path, damaged)
-        with open_store(root) as store:
-            # When it was made is of no use to a reader, and under the checksum all the same.
-            assert store.tokenizations(b"scope").get(request) is None, name
-        seen += 1
-    replace(path, data)
-    with open_store(root) as store:
-        assert store.tokenizations(b"scope").get(request) == tokens
-    record_property("damages", seen)
-
-
-def test_no_damage_of_kvstore_json_gives_wrong_bytes(root, record_property):
-    """A sentence, everything, or (with another interval, which is in every key) nothing."""
-    record_property("what", "Every bit of a small file flipped, and every length of it")
-    path = root / "kvstore.json"
-    seen = {"refused": 0, "served": 0, "missed": 0}
-    sentences = set()
-    for name, damaged in everything(path.read_bytes()):
-        path.write_bytes(damaged)
-        try:
-            with open_store(root, None) as store:
-                found = restore(store.namespace(INFO), TOKENS).tokens
-        except KVStoreError as error:
-            sentences.add(str(error))
-            seen["refused"] += 1
-        else:
-            assert found in {0, 40}, name
-            seen["served" if found else "missed"] += 1
-    assert min(seen.values()) > 3, seen
-    assert all(str(root) in sentence for sentence in sentences)
-    record_property("damages", sum(seen.values()))
-
-
-def test_no_damage_of_what_is_for_people_costs_anything(root):
-    for path in (root / "CACHEDIR.TAG", root / "namespaces" / f"{INFO.id}.json"):
-        data = path.read_bytes()
-        for damaged in (b"", data[:-5], bytes(len(data)), b"\xff" * 100):
-            path.write_bytes(damaged)
-            with open_store(root) as store:
-                assert restore(store.namespace(INFO), TOKENS).tokens == 40
-        path.unlink()
-        with open_store(root) as store:
-            assert restore(store.namespace(INFO), TOKENS).tokens == 40

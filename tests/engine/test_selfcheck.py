@@ -134,6 +134,17 @@ def test_notes_that_are_none_are_not_believed(tmp_path, monkeypatch, text):
     assert Notes(path).get(KEY) == GOOD
 
 
+def test_no_flipped_bit_says_that_memory_may_be_used_in_place(tmp_path):
+    path = tmp_path / "selfcheck.json"
+    path.write_text(json.dumps({KEY: asdict(Answer(in_place=False, donates=False, reason="why", milliseconds=1.5))}))
+    data = path.read_bytes()
+    for at in range(len(data)):
+        for bit in range(8):
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
+            found = Notes(path).get(KEY)
+            assert found is None or not found.in_place, (at, bit)
+
+
 def test_notes_that_cannot_be_kept_are_done_without(tmp_path, monkeypatch):
     monkeypatch.setattr(selfcheck, "check", lambda: GOOD)
     (tmp_path / "file").touch()
