@@ -28,6 +28,7 @@ from kvstore.lookup import has_state
 from kvstore.sizes import parse_size
 from kvstore.store import DEFAULT_INTERVAL, Store
 from kvstore_mlx.boundaries import MIN_TOKENS, Saving, boundaries
+from kvstore_mlx.breakeven import BreakEven
 from kvstore_mlx.buffers import address_phase
 from kvstore_mlx.fingerprint import Quantization, identity_of
 from kvstore_mlx.forms import Form, ModelSpace
@@ -64,6 +65,7 @@ class Session:
         saving: Saving,
         quantization: Quantization | None,
         extras: ExtrasHook | None,
+        write_limit: int | None = None,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -76,7 +78,8 @@ class Session:
         self._saving = saving
         self._quantization = quantization
         self._extras = extras
-        self._writer = None if store is None else Writer(Housekeeping(store, budget))
+        self._writer = None if store is None else Writer(Housekeeping(store, budget, write_limit))
+        self._gate = BreakEven(saving.min_tokens)
         self._metrics = None if store is None else Metrics(store)
         self._phase = 0 if store is None else address_phase()
 
@@ -118,13 +121,15 @@ class Session:
         known = 0 if restored is None else restored.tokens
         ends = boundaries(len(tokens), self._interval, self._saving.every, cuts) if self._stateful else ()
         decoded = known > 0 and not self._saving.prefill_only
-        recording = self._record(tokens, saved, known, decoded=decoded, ends=ends) if saved else None
+        keep = bool(saved) and self._gate.worth_saving(len(tokens), time.monotonic())
+        recording = self._record(tokens, saved, known, decoded=decoded, ends=ends) if keep else None
         self._count(len(tokens), restored, recording)
         caches = self._make() if restored is None else restored.caches
         logits = None if restored is None else restored.logits
         run = Run(tokens, caches, logits, known, 0 if restored is None else restored.size, recording)
         if known < len(tokens):
             parts = pieces(known, len(tokens), self._step, [*ends, *cuts, len(tokens) - 1])
+            begun = time.monotonic()
             run.logits = prefill(
                 self._model,
                 caches,
@@ -133,6 +138,8 @@ class Session:
                 after=lambda done: self._after(run, done),
                 quantization=self._quantization,
             )
+            now = time.monotonic()
+            self._gate.observe_prefill(len(tokens) - known, now - begun, now)
         run.seconds = time.perf_counter() - started
         if recording is not None and known < len(tokens) and len(tokens) >= MIN_TOKENS:
             recording.finished(caches, len(tokens), tokens, logits=run.logits)
@@ -282,12 +289,19 @@ class Session:
                 found = self._find(packed[:-TOKEN_BYTES])
                 best = longest(found)
         saved = {one.form: one.match.border for one in found}
-        if restored is None and best is not None and best.count >= MIN_TOKENS:
+        if restored is None and best is not None and self._pays(best):
             restored = self._read(best, len(tokens))
             saved[best.form] = 0 if restored is None else restored.saved
+            if restored is not None:
+                self._gate.observe_restore(restored.size, restored.tokens, restored.seconds, time.monotonic())
         if restored is not None and self._extras is not None:
             self._extras.restore(restored.extras)
         return restored, saved
+
+    def _pays(self, found: Found) -> bool:
+        """Whether to read it is quicker than to compute it."""
+        size = found.form.plan.token_bytes * found.count
+        return self._gate.worth_restoring(found.count, size, time.monotonic())
 
     def _read(self, found: Found, room: int) -> Restored | None:
         return restore(found, room, state=True, prefill_only=self._saving.prefill_only)
@@ -313,6 +327,8 @@ def open_session(
     kv_group_size: int = 64,
     quantized_kv_start: int = 0,
     states: int = 1,
+    min_tokens: int | None = MIN_TOKENS,
+    write_limit: str | int | None = None,
     exact: bool = False,
     strict: bool = False,
     salt: bytes = b"",
@@ -323,9 +339,12 @@ def open_session(
     path (as given to mlx_lm.load) or identity (any mapping that JSON can hold) says which weights these are; without
     either all parameters in memory are hashed. Settings and a sample of the parameters in memory count in any case, so
     that a path is enough with an adapter, too; but who changes a few numbers within a tensor must say so by an identity
-    or by none of both. The other arguments are those of ``kvstore serve``. Raises
+    or by none of both. min_tokens is the shortest prefix that is restored or saved; None measures, as the session runs,
+    from where on reading is quicker than computing. The other arguments are those of ``kvstore serve``. Raises
     UnsupportedModelError when the model cannot be cached, and whatever Store.open raises.
     """
+    budget = parse_size(size) if isinstance(size, str) else size
+    limit = parse_size(write_limit) if isinstance(write_limit, str) else write_limit
     quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size, quantized_kv_start)
     settings = Settings(
         check_versions(),
@@ -359,10 +378,11 @@ def open_session(
         plan=plan,
         store=store,
         space=space,
-        budget=parse_size(size) if isinstance(size, str) else size,
+        budget=budget,
         step=prefill_step,
         interval=store.interval if store is not None else interval or DEFAULT_INTERVAL,
-        saving=Saving(states, exact),
+        saving=Saving(states, exact, min_tokens),
+        write_limit=limit,
         quantization=quantization,
         extras=extras,
     )

@@ -13,6 +13,7 @@ from mlx_lm import load, stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
+import kvstore
 import kvstore_mlx
 
 PROMPT = "explain why a cache must never lie. " * 12
@@ -174,3 +175,43 @@ def test_mistakes_are_told(loaded, opened, tmp_path):
         cache.prefill([])
     with kvstore_mlx.open(tmp_path / "other", loaded[0]) as cache, pytest.raises(ValueError, match="no tokenizer"):
         next(cache.stream_generate(PROMPT))
+
+
+def test_what_is_cheaper_to_compute_is_neither_restored_nor_saved(opened):
+    tokens = list(range(1, 201))
+    with opened() as cache:
+        cache.prefill(tokens)
+    with opened(min_tokens=300) as cache:
+        run = cache.prefill([*tokens, 5])
+        assert (run.cached_tokens, run.recording) == (0, None)
+        assert cache.prefill(list(range(2, 302))).recording is not None
+    with opened(min_tokens=150) as cache:
+        assert cache.prefill([*tokens, 6]).cached_tokens == len(tokens)
+
+
+def test_what_is_cheaper_is_measured_when_asked(opened):
+    prompts = [[number, *range(1, 201)] for number in range(1, 20)]
+    with opened() as cache:
+        for prompt in prompts:
+            cache.prefill(prompt)
+    with opened(min_tokens=None) as cache:
+        for prompt in prompts[:-1]:
+            cache.prefill([*prompt, 5, *range(1, 100)])
+        gate = cache._gate
+        now = time.monotonic()
+        assert "tokens/s" in gate.describe(now), "both were measured"
+        # Reading turned out slow: the next one is computed.
+        for _ in range(30):
+            gate.observe_restore(1 << 20, 201, 60.0, time.monotonic())
+        assert cache.prefill([*prompts[-1], 6]).cached_tokens == 0
+
+
+def test_writes_are_bounded_when_asked(opened):
+    with opened(write_limit="4KiB") as cache:
+        cache.prefill(list(range(1, 201)))
+        cache.flush()
+        assert cache._writer._housekeeping.refused
+    with opened() as cache:
+        assert cache.prefill(list(range(1, 201))).cached_tokens == 128, "a chunk is let in however small the limit"
+    with pytest.raises(kvstore.KVStoreError, match="size"):
+        opened(write_limit="much")
