@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.context import Context, Space
-from kvstore.errors import FormatVersionError, MissingParentError
+from kvstore.errors import FormatVersionError, KVStoreError, MissingParentError
 from kvstore.keys import Buffer, block_digest
 from kvstore.layout import Kind
 from kvstore.locks import publish_lock
 from kvstore.lookup import Chunk, load_manifest
 from kvstore.manifest import MAX_MANIFEST_BYTES, BlockRef, Manifest, encode, newer_format
+from kvstore.staged import stage
+from kvstore.takeover import same_file, take_over
 
 __all__ = [
     "Replacement",
@@ -35,7 +37,6 @@ __all__ = [
     "put_manifest",
     "put_node",
     "replace_manifests",
-    "staged_file",
 ]
 
 
@@ -57,8 +58,9 @@ def existing(space: Space, chunk: Chunk, kind: Kind, *, bare: bool = False) -> M
         return None
     manifest = None if path in context.damaged else load_manifest(space, path)
     if manifest is not None and (manifest.blocks or bare) and all(intact(context, ref) for ref in manifest.blocks):
-        with suppress(OSError):
-            context.fs.touch(path, context.clock())
+        with suppress(OSError, KVStoreError):
+            if not context.fs.touch(path, context.clock()):
+                take_over(context, path)
         return manifest
     if (version := _newer_format(context, path)) is not None:
         raise FormatVersionError(f"{path} has format {version}, which a newer kvstore wrote; upgrade this one")
@@ -74,7 +76,7 @@ def put_block(
     ref = BlockRef(block_digest(parts), size, first, count, payload, decode)
     if _freshened(context, ref):
         return ref, 0
-    return ref, place_block(context, _stage(context, parts, size), ref)
+    return ref, place_block(context, stage(context, parts, size), ref)
 
 
 def place_block(context: Context, staged: Path, ref: BlockRef) -> int:
@@ -86,10 +88,14 @@ def place_block(context: Context, staged: Path, ref: BlockRef) -> int:
     try:
         make_folders(context, path.parent)
         if path.exists():
-            # Short or known to be damaged: the right bytes take its place, under the lock like everything that removes.
             with publish_lock(context.layout):
-                context.damaged.add(path)
-                _put(context, staged, path)
+                if intact(context, ref):
+                    # Another user's, which nobody else can make young, or just placed by somebody: the same bytes.
+                    context.fs.rename(staged, path)
+                else:
+                    # Short or known to be damaged: the right bytes take its place.
+                    context.damaged.add(path)
+                    _put(context, staged, path)
         else:
             context.fs.rename(staged, path)
             context.damaged.discard(path)
@@ -101,19 +107,21 @@ def place_block(context: Context, staged: Path, ref: BlockRef) -> int:
 
 
 def _freshened(context: Context, ref: BlockRef) -> bool:
-    """Whether a block is there, and now young (rule 5). It may be swept away between the two: then it is not."""
+    """Whether a block is there, and now young (rule 5). It may be swept away between the two: then it is not. Nor is
+    one that cannot be touched: a copy of it can be written.
+    """
+    path = context.layout.block(ref.digest)
     if intact(context, ref):
         with suppress(FileNotFoundError):
-            context.fs.touch(context.layout.block(ref.digest), context.clock())
-            return True
+            if context.fs.touch(path, context.clock()):
+                # Who gave it its name may be killed before the folder is durable, and the manifest to come is not.
+                context.fs.sync_dir(path.parent)
+                return True
     return False
 
 
-def put_node(space: Space, chunk: Chunk, kind: Kind, refs: tuple[BlockRef, ...], require: Callable[[], None]) -> int:
-    """Commit a node whose blocks are in place; returns the manifest's bytes.
-
-    require is called under the publish lock and raises MissingParentError when what the node stands on is gone.
-    """
+def put_node(space: Space, chunk: Chunk, kind: Kind, refs: tuple[BlockRef, ...], above: Path | None) -> int:
+    """Commit a node whose blocks are in place; returns the manifest's bytes. above: see put_manifest."""
     context = space.context
     path = node_path(space, chunk, kind)
     manifest = encode(
@@ -130,7 +138,7 @@ def put_node(space: Space, chunk: Chunk, kind: Kind, refs: tuple[BlockRef, ...],
             context.writer,
         )
     )
-    put_manifest(context, path, manifest, refs, require)
+    put_manifest(context, path, manifest, refs, above)
     return len(manifest)
 
 
@@ -139,25 +147,33 @@ def put_manifest(
     path: Path,
     manifest: bytes,
     refs: Sequence[BlockRef],
-    require: Callable[[], None],
+    above: Path | None,
     *,
     used_ns: int | None = None,
 ) -> bool:
-    """Commit an encoded manifest whose blocks are in place; False when there is one already. require: see put_node.
+    """Commit an encoded manifest whose blocks are in place; False when there is one already.
 
-    used_ns: when its prefix was last used, if not now.
+    above: the manifest that it stands on, if any: its parent's, or for a state that of its KV. used_ns: when its prefix
+    was last used, if not now. Raises MissingParentError when what it needs is gone.
     """
-    staged = _stage(context, [manifest])
+    staged = stage(context, [manifest])
+    own: set[Path] = set()
     try:
         if used_ns is not None:
             context.fs.touch(staged, used_ns)
         make_folders(context, path.parent)
-        with publish_lock(context.layout):
-            require()
-            _freshen(context, refs)
-            if not all(_is_there(context, ref) for ref in refs):
-                raise MissingParentError(f"a block of {path.name} was removed meanwhile")
-            placed = _put(context, staged, path)
+        while True:
+            with publish_lock(context.layout):
+                old = [] if above is None else _freshen_above(context, above, used_ns)
+                old = [each for each in (*old, *_freshen(context, refs)) if each not in own]
+                if not old:
+                    if not all(_is_there(context, ref) for ref in refs):
+                        raise MissingParentError(f"a block of {path.name} was removed meanwhile")
+                    placed = _put(context, staged, path)
+                    break
+            for each in old:
+                take_over(context, each)
+                own.add(each)
     except BaseException:
         context.staging.discard(staged)
         raise
@@ -165,18 +181,36 @@ def put_manifest(
     return placed
 
 
-def _freshen(context: Context, refs: Iterable[BlockRef]) -> None:
+def _freshen(context: Context, refs: Iterable[BlockRef]) -> list[Path]:
     """Rule 5: what is referenced is made young before its manifest appears, and under the lock (see kvstore.gc): a
     sweep that took it for garbage sees the new time and leaves it. One that came first is noticed by the next look.
+
+    Returns what could not be made young, because it is another user's.
     """
+    old = []
     for ref in refs:
+        path = context.layout.block(ref.digest)
         with suppress(FileNotFoundError):
-            context.fs.touch(context.layout.block(ref.digest), context.clock())
+            if not context.fs.touch(path, context.clock()):
+                old.append(path)
+    return old
+
+
+def _freshen_above(context: Context, above: Path, used_ns: int | None) -> list[Path]:
+    """The same for the manifest that a node stands on, whose last use is no earlier than the node's (rule 7)."""
+    try:
+        there = context.fs.stat(above)
+        if not stat.S_ISREG(there.st_mode):
+            raise FileNotFoundError
+        time_ns = context.clock() if used_ns is None else max(there.st_mtime_ns, used_ns)
+        return [] if context.fs.touch(above, time_ns) else [above]
+    except FileNotFoundError as error:
+        raise MissingParentError(f"{above.name} is not in the store; publish it first") from error
 
 
 def put_file(context: Context, path: Path, data: Sequence[Buffer], used_ns: int | None = None) -> None:
     """A small file that no other file depends on (a tokenization, a description), whole or not at all."""
-    staged = _stage(context, data)
+    staged = stage(context, data)
     try:
         if used_ns is not None:
             context.fs.touch(staged, used_ns)
@@ -204,13 +238,14 @@ def replace_manifests(
 
     False, and nothing is done, when one of them changed since it was seen (it was used, removed or replaced) or a new
     block is gone. The old blocks are made young, so that whoever read an old manifest finds them for the whole grace
-    time; the times of the manifests, which are their last use, stay.
+    time (those of another user may go sooner: a shorter restore); the times of the manifests, which are their last use,
+    stay.
     """
     staged: list[Path] = []
     done = False
     try:
         for each in replacements:
-            staged.append(_stage(context, [each.manifest]))
+            staged.append(stage(context, [each.manifest]))
             context.fs.touch(staged[-1], each.seen.st_mtime_ns)
         with publish_lock(context.layout):
             if all(_is_as_seen(each) for each in replacements) and all(intact(context, ref) for ref in new):
@@ -231,11 +266,9 @@ def replace_manifests(
 
 def _is_as_seen(each: Replacement) -> bool:
     try:
-        now = os.stat(each.path, follow_symlinks=False)
+        return same_file(os.stat(each.path, follow_symlinks=False), each.seen)
     except FileNotFoundError:
         return False
-    seen = each.seen
-    return (now.st_ino, now.st_mtime_ns, now.st_ctime_ns) == (seen.st_ino, seen.st_mtime_ns, seen.st_ctime_ns)
 
 
 def intact(context: Context, ref: BlockRef) -> bool:
@@ -262,29 +295,6 @@ def _has_size(path: Path, size: int) -> bool:
     except OSError:
         return False
     return stat.S_ISREG(status.st_mode) and status.st_size == size
-
-
-def _stage(context: Context, parts: Sequence[Buffer], size: int = 0) -> Path:
-    """Write a staged file and make its data durable."""
-    with staged_file(context, size) as (fd, path):
-        context.fs.write(fd, parts)
-    return path
-
-
-@contextmanager
-def staged_file(context: Context, size: int = 0) -> Iterator[tuple[int, Path]]:
-    """A staged file to be written: its data are durable when this is left, and it is gone when that failed."""
-    fd, path = context.staging.create()
-    try:
-        try:
-            context.fs.allocate(fd, size)
-            yield fd, path
-            context.fs.sync_file(fd)
-        finally:
-            os.close(fd)
-    except BaseException:
-        context.staging.discard(path)
-        raise
 
 
 def _put(context: Context, staged: Path, path: Path) -> bool:

@@ -12,11 +12,12 @@ from collections.abc import Callable
 
 import xxhash
 
-from kvstore.commit import place_block, staged_file
+from kvstore.commit import place_block
 from kvstore.context import Context
 from kvstore.errors import DamagedBlockError
 from kvstore.fs import preadv_full
 from kvstore.manifest import BlockRef
+from kvstore.staged import staged_file
 
 __all__ = ["BUFFER_BYTES", "copy_block"]
 

@@ -16,7 +16,7 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -127,15 +127,18 @@ class FileSystem:
         """Remove an empty folder."""
         os.rmdir(path)
 
-    def touch(self, path: Path, time_ns: int) -> None:
+    def touch(self, path: Path, time_ns: int) -> bool:
         """Set both times of a file. One of another user gets the present time, if this user may write to it at all;
-        a file that nobody but its owner can touch only ages sooner.
+        False when nobody but its owner can touch it.
         """
         try:
             os.utime(path, ns=(time_ns, time_ns), follow_symlinks=False)
         except PermissionError:
-            with suppress(PermissionError):
+            try:
                 os.utime(path, follow_symlinks=False)
+            except PermissionError:
+                return False
+        return True
 
     def stat(self, path: Path | str) -> os.stat_result:
         """What a name stands for; a link is not followed."""

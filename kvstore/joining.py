@@ -18,11 +18,12 @@ from pathlib import Path
 import xxhash
 
 from kvstore.blocks import ALIGNMENT, MAX_HEADER_BYTES, TensorSpec, block_head, read_specs
-from kvstore.commit import place_block, staged_file
+from kvstore.commit import place_block
 from kvstore.context import Context
 from kvstore.errors import DamagedBlockError
 from kvstore.fs import preadv_full
 from kvstore.manifest import BlockRef
+from kvstore.staged import staged_file
 
 __all__ = ["MAX_SOURCES", "join"]
 

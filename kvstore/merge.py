@@ -26,13 +26,14 @@ from kvstore.errors import (
     DamagedBlockError,
     DamagedError,
     DamagedManifestError,
+    FormatVersionError,
     IntervalMismatchError,
     KVStoreError,
     MissingParentError,
 )
 from kvstore.keys import TOKEN_BYTES
 from kvstore.layout import Layout
-from kvstore.manifest import BlockRef
+from kvstore.manifest import MAX_MANIFEST_BYTES, BlockRef, decode_references
 from kvstore.namespace import MAX_NAMESPACE_BYTES, read_namespace_file
 from kvstore.scan import NodeFile, Tally, nodes, tokenizations
 from kvstore.stats import merge_stats
@@ -129,6 +130,8 @@ class _Merge:
         self._buffer = None if report.dry_run else memoryview(bytearray(BUFFER_BYTES))
         # Manifests of full chunks that the target has, by namespace and key: what nodes may be put upon.
         self._full: dict[str, Path] = {}
+        # Whether they have blocks, as far as that was looked at.
+        self._kept: dict[str, bool] = {}
         self._bad: set[bytes] = set()
         self._copied: set[bytes] = set()
 
@@ -205,7 +208,7 @@ class _Merge:
         """
         path = file.path(self._target.layout)
         used = min(stored.status.st_mtime_ns, self._now_ns)
-        if self._has(file, path):
+        if self._has(file, path, stored):
             self._use(path, used)
             self._know(file)  # it may have come just now, from a publisher or another merge
             self._report.there += 1
@@ -213,6 +216,11 @@ class _Merge:
         below = self._below(file, stored)
         if below is None and (stored.manifest.first or file.kind == "state"):
             self._report.without_parent += 1
+            return True
+        if below is not None and file.kind == "kv" and not self._is_alike(file, stored, below):
+            self._problem(
+                f"manifest {file.path(self._source.layout)} is left out: of it and what it continues, one has no blocks"
+            )
             return True
         if not all(self._block(ref) for ref in stored.manifest.blocks):
             return False
@@ -222,18 +230,21 @@ class _Merge:
                 path,
                 stored.data,
                 stored.manifest.blocks,
-                lambda: self._require(below, used),
+                below,
                 used_ns=used,
             )
         self._know(file)
+        if file.kind == "kv":
+            self._kept[_name(file)] = bool(stored.manifest.blocks)
         self._report.nodes += file.kind == "kv"
         self._report.states += file.kind == "state"
         return True
 
-    def _has(self, file: NodeFile, path: Path) -> bool:
+    def _has(self, file: NodeFile, path: Path, stored: Stored) -> bool:
         """Whether the target has a node with all its blocks, given those that the source has of the same name.
 
-        One that is not whole is remembered as damaged, so that put_manifest sets it aside.
+        One that is not whole, or without the blocks that the source's has, is remembered as damaged, so that
+        put_manifest sets it aside.
         """
         there = None
         with suppress(OSError, DamagedManifestError):
@@ -241,7 +252,13 @@ class _Merge:
             if there is None:
                 return False
         with suppress(DamagedBlockError):
-            if there is not None and all(self._block(ref) for ref in there.manifest.blocks):
+            if (
+                there is not None
+                and bool(there.manifest.blocks) >= bool(stored.manifest.blocks)
+                and all(self._block(ref) for ref in there.manifest.blocks)
+            ):
+                if file.kind == "kv":
+                    self._kept[_name(file)] = bool(there.manifest.blocks)
                 return True
         if not self._report.dry_run:
             self._target.damaged.add(path)
@@ -254,20 +271,25 @@ class _Merge:
         beside = self._target.layout.node(file.namespace, file.name, "kv")
         return beside if beside.is_file() or (self._report.dry_run and _name(file) in self._full) else None
 
-    def _require(self, below: Path | None, used: int) -> None:
-        """Under the publish lock: what the new manifest stands on is there, and gets a new ctime, so that a sweep that
-        chose it before it had this child leaves it. Its last use is no earlier than its child's (rule 7).
+    def _is_alike(self, file: NodeFile, stored: Stored, below: Path) -> bool:
+        """Whether a node has blocks where what it continues has some, and none where it has none (docs/format.md
+        section 3). What cannot be read now is left to whoever restores it.
         """
-        if below is not None:
-            self._use(below, used, always=True)
+        parent = file.namespace + file.parent
+        if parent not in self._kept:
+            with suppress(OSError, DamagedManifestError, FormatVersionError):
+                data, _ = self._target.fs.read_file(below, MAX_MANIFEST_BYTES)
+                self._kept[parent] = bool(decode_references(data).blocks)
+        blocks = bool(stored.manifest.blocks)
+        return self._kept.get(parent, blocks) == blocks
 
-    def _use(self, path: Path, used: int, *, always: bool = False) -> None:
+    def _use(self, path: Path, used: int) -> None:
         if self._report.dry_run:
             return
         try:
             there = os.stat(path, follow_symlinks=False).st_mtime_ns
-            if always or there < used:
-                self._target.fs.touch(path, max(there, used))
+            if there < used:
+                self._target.fs.touch(path, used)
         except FileNotFoundError as error:
             raise MissingParentError(f"{path} was removed meanwhile") from error
 

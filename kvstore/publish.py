@@ -128,8 +128,8 @@ def _chunks_of(space: Space, packed: bytes, spans: Sequence[Span]) -> list[tuple
 def _require(space: Space, chunk: Chunk) -> None:
     """Publishing stops at the first hole: a child is never published without its parent (rule 4).
 
-    What is built upon is made young, as the blocks are (rule 5): a sweep that chose it before it had this child sees
-    the new time and leaves it, and a parent is never older than its child (rule 7).
+    Asked before anything is written; the commit asks again. What is built upon is made young already here, so that a
+    collection meanwhile does not choose it.
     """
     path = node_path(space, chunk)
     if not path.is_file():
@@ -177,11 +177,8 @@ def _publish_node(
         ref, written = put_block(space.context, parts, payload, span.first, span.count, decode=span.decode)
         refs = (*before, ref)
 
-    def require() -> None:
-        if parent is not None:
-            _require(space, parent)
-
-    return refs, written, written + put_node(space, chunk, "kv", refs, require)
+    above = None if parent is None else node_path(space, parent)
+    return refs, written, written + put_node(space, chunk, "kv", refs, above)
 
 
 def publish_state(space: Space, packed: bytes, state: State) -> Published:
@@ -196,6 +193,6 @@ def publish_state(space: Space, packed: bytes, state: State) -> Published:
         return Published(end, 0, 0)
     parts, payload = state_parts(state, chunk.first, chunk.count)
     ref, new = put_block(space.context, parts, payload, chunk.first, chunk.count, decode=state.decode)
-    written = new + put_node(space, chunk, "state", (ref,), lambda: _require(space, chunk))
+    written = new + put_node(space, chunk, "state", (ref,), node_path(space, chunk))
     space.context.counters.add(published_nodes=1, written_bytes=written)
     return Published(end, 1, written, new)

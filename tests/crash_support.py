@@ -149,7 +149,7 @@ class CrashingFileSystem(FileSystem):
 
     def touch(self, path, time_ns):
         self._step("touch")
-        super().touch(path, time_ns)
+        return super().touch(path, time_ns)
 
 
 @dataclass(frozen=True)

@@ -129,8 +129,8 @@ class FaultyFileSystem(FileSystem):
         try:
             self.fault.call("touch")
         except PermissionError:
-            return  # as the real one does: another user's file is let be
-        super().touch(path, time_ns)
+            return False  # as the real one does for another user's file
+        return super().touch(path, time_ns)
 
     def open_fd(self, path):
         self.fault.call("open_fd")

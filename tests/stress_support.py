@@ -110,9 +110,9 @@ class Hesitant(FileSystem):
         self._wait()
         super().rename(source, target)
 
-    def touch(self, path: Path, time_ns: int) -> None:
+    def touch(self, path: Path, time_ns: int) -> bool:
         self._wait()
-        super().touch(path, time_ns)
+        return super().touch(path, time_ns)
 
     def unlink(self, path: Path) -> None:
         # A collection has thousands of these.

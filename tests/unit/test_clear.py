@@ -262,10 +262,11 @@ def test_a_block_that_a_publisher_takes_up_again_meanwhile_stays(tmp_path):
         durability: object = FAST.durability
 
         def touch(self, path, time_ns):
-            super().touch(path, time_ns)
+            done = super().touch(path, time_ns)
             if "blocks" in path.parts:
                 touched.set()
                 go.wait(1)
+            return done
 
     def publish_on() -> None:
         with open_store(tmp_path / "s", None, Slow()) as store:

@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -153,7 +154,7 @@ def test_a_failing_disk_is_not_let_be(tmp_path, monkeypatch, code):
 
 
 def fail_with(code: int):
-    def fail(*_args):
+    def fail(*_args, **_named):
         raise OSError(code, os.strerror(code))
 
     return fail
@@ -315,12 +316,29 @@ def test_touching_does_not_follow_a_link(tmp_path):
     assert (tmp_path / "file").stat().st_mtime_ns == before
 
 
-def test_a_file_of_another_user_only_ages_sooner(tmp_path, monkeypatch):
-    def utime(*_args, **_kwargs):
-        raise PermissionError(errno.EPERM, "Operation not permitted")
+@pytest.mark.parametrize("may", ["anything", "set to now", "nothing"])
+def test_a_touch_says_whether_the_times_were_set(tmp_path, monkeypatch, may):
+    real = os.utime
+
+    def utime(path, *, ns=None, follow_symlinks=True):
+        if may == "nothing" or (ns is not None and may == "set to now"):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        real(path, **({} if ns is None else {"ns": ns}), follow_symlinks=follow_symlinks)
 
     monkeypatch.setattr(os, "utime", utime)
-    FileSystem().touch(tmp_path, 1)
+    before = time.time_ns()
+    assert FileSystem().touch(tmp_path, 1) is (may != "nothing")
+    assert (tmp_path.stat().st_mtime_ns == 1) is (may == "anything")
+    if may == "set to now":
+        assert tmp_path.stat().st_mtime_ns > before - 10**9
+
+
+def test_a_touch_of_nothing_and_on_a_read_only_disk_is_an_error(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError):
+        FileSystem().touch(tmp_path / "file", 1)
+    monkeypatch.setattr(os, "utime", fail_with(errno.EROFS))
+    with pytest.raises(OSError, match="Read-only"):
+        FileSystem().touch(tmp_path, 1)
 
 
 def test_open_readers_keep_the_bytes_of_an_unlinked_file(tmp_path):

@@ -29,6 +29,7 @@ import kvstore.gc
 from kvstore import MissingParentError, UnavailableError
 from kvstore.gc import Policy, collect
 from kvstore.locks import publish_lock
+from kvstore.manifest import decode
 
 POINTS = ["scanned", "marked", "planned", "batch", "unnamed"]
 
@@ -349,3 +350,113 @@ def test_a_publisher_who_owns_nothing_still_keeps_what_it_builds_on(writer, monk
 
     collect_with(writer.path, other_user, "planned")
     assert restore(space, tokens).tokens == 48
+
+
+def of_another_user(monkeypatch, root, *, copies: bool = True) -> None:
+    """Let nobody set the times of the files that are there; copies: those of new files can be set."""
+    theirs = {path.stat().st_ino for path in root.rglob("*") if path.is_file()}
+    real = os.utime
+
+    def utime(path, *, ns=None, follow_symlinks=True):
+        if not copies or os.lstat(path).st_ino in theirs:
+            raise PermissionError(1, "Operation not permitted", str(path))
+        real(path, **({} if ns is None else {"ns": ns}), follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(os, "utime", utime)
+
+
+def everything(root) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in (*manifests(root), *blocks(root))}
+
+
+@pytest.mark.parametrize("copies", [True, False], ids=["own files can be touched", "no file can be touched"])
+@pytest.mark.parametrize("point", POINTS[:3])
+@pytest.mark.parametrize(
+    "what", ["a tail that grows", "a child", "a state", "the same again", "a block without its manifest"]
+)
+def test_a_publisher_keeps_what_it_can_read_and_not_touch(writer, monkeypatch, what, point, copies):
+    """It puts copies in the place of another user's files, which the collector chose and then finds changed."""
+    space, tokens = space_of(writer), prompt(48)
+    publish(space, tokens[:20], 0, 16, 20)
+    if what == "a block without its manifest":
+        space.lookup(tokens[:20]).steps[1].path.unlink()
+    before = everything(writer.path)
+
+    def other_user():
+        of_another_user(monkeypatch, writer.path, copies=copies)
+        with open_store(writer.path, None) as store:
+            theirs = space_of(store)
+            if what == "a tail that grows":
+                publish(theirs, tokens, 20, 32, 48)
+            elif what == "a child":
+                publish(theirs, tokens, 16, 32, 48)
+            elif what == "a state":
+                theirs.publish_state(tokens[:20], state())
+            else:
+                publish(theirs, tokens[:20], 0, 16, 20)
+            assert theirs.lookup(tokens).steps
+
+    collect_with(writer.path, other_user, point)
+    kept = {"a state": 20, "the same again": 20, "a block without its manifest": 20}.get(what, 48)
+    with open_store(writer.path, None) as store:
+        assert restore(space_of(store), tokens).tokens == kept
+    after = everything(writer.path)
+    assert {name: data for name, data in after.items() if name in before}.items() <= before.items()
+
+
+def test_a_file_that_is_taken_over_is_never_missing_and_stays_open(writer, monkeypatch):
+    space, tokens = space_of(writer), prompt(20)
+    publish(space, tokens[:9])
+    (block,) = blocks(writer.path)
+    of_another_user(monkeypatch, writer.path)
+    with block.open("rb") as reader:
+        publish(space, tokens[:16], 9, 16)
+        assert os.fstat(reader.fileno()).st_ino != block.stat().st_ino
+        assert reader.read() == block.read_bytes()
+    assert not list((writer.path / "quarantine").iterdir())
+    assert not [path for path in (writer.path / "tmp").rglob("*") if path.is_file()]
+    # Now it is this user's, and is not copied again.
+    inode = block.stat().st_ino
+    publish(space, tokens, 16, 20)
+    publish(space, [*tokens[:9], *prompt(3, 9)], 9, 12)
+    assert block.stat().st_ino == inode
+
+
+@pytest.mark.parametrize("what", ["blocks", "nodes"])
+def test_what_can_be_neither_touched_nor_replaced_is_not_built_upon(writer, monkeypatch, what):
+    space, tokens = space_of(writer), prompt(32)
+    publish(space, tokens[:20], 0, 16, 20)
+    before = everything(writer.path)
+    of_another_user(monkeypatch, writer.path)
+    real = os.rename
+
+    def rename(source, target):
+        if os.path.lexists(target) and what in str(target):
+            raise PermissionError(1, "Operation not permitted", str(target))
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(UnavailableError, match="another user's and can be neither touched nor replaced"):
+        publish(space, tokens, 20, 32)
+    assert everything(writer.path).items() >= before.items()
+    assert len(manifests(writer.path)) == 2
+    assert not [path for path in (writer.path / "tmp").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("what", ["block", "parent"])
+def test_a_damaged_file_is_not_copied(writer, monkeypatch, what):
+    """A copy would make damage young; the publish says what it is without."""
+    space, tokens = space_of(writer), prompt(32)
+    publish(space, tokens[:20], 0, 16, 20)
+    *_, parent, tail = space.lookup(tokens[:20]).steps
+    (ref,) = decode(tail.path.read_bytes()).blocks
+    path = writer.context.layout.block(ref.digest) if what == "block" else parent.path
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    of_another_user(monkeypatch, writer.path)
+    with pytest.raises(MissingParentError, match="damaged"):
+        publish(space, tokens, 20, 32)
+    assert path.read_bytes() == data
+    publish(space, tokens, 0, 16, 32)
+    assert restore(space, tokens).tokens == 32

@@ -8,12 +8,12 @@ import shutil
 import threading
 import time
 import tracemalloc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 from core_support import FAST, INFO, block_files, files, open_store, prompt, restore, span
-from gc_support import DAY, HOUR, TENANT, check_valid, manifests, named, publish, set_used, state
+from gc_support import DAY, HOUR, TENANT, as_newer, check_valid, manifests, named, publish, set_used, state
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from upkeep_support import (
@@ -35,7 +35,7 @@ from kvstore import FileSystem, IntervalMismatchError, KVStoreError, NamespaceIn
 from kvstore.gc import Policy, collect
 from kvstore.layout import Layout
 from kvstore.locks import publish_lock
-from kvstore.manifest import decode
+from kvstore.manifest import decode, encode
 from kvstore.merge import MergeReport, merge
 from kvstore.repack import repack
 
@@ -255,6 +255,50 @@ def test_a_damaged_manifest_stays_behind(pair, how):
     assert not (b.path / path.relative_to(a.path)).exists()
 
 
+def without_blocks(path: Path) -> None:
+    path.write_bytes(encode(replace(decode(path.read_bytes()), blocks=())))
+
+
+def test_a_node_without_blocks_does_not_come_between_others(pair):
+    """It is whole in itself, and a restore over it would take what was never filled for saved."""
+    a, b = pair
+    without_blocks(by_end(a.path)[32])
+    report = merge(a.context, b.context)
+    assert (report.damaged, report.without_parent) == (1, 2)
+    assert "one has no blocks" in report.problems[0]
+    assert by_end(b.path).keys() == {16, 28}
+    assert restore(b.namespace(INFO), ONE).tokens == 16
+
+
+def test_a_node_without_blocks_in_the_target_gives_way_to_one_that_has_some(pair):
+    a, b = pair
+    publish(b.namespace(INFO), ONE[:16])
+    without_blocks(by_end(b.path)[16])
+    merge(a.context, b.context)
+    assert restore(b.namespace(INFO), ONE).tokens == 40
+    assert len(list((b.path / "quarantine").iterdir())) == 1
+
+
+def test_blocks_are_not_put_upon_a_node_that_has_none(pair):
+    """The source's own chunk is damaged, so the target's stays, and what continues it in the source is left out."""
+    a, b = pair
+    by_end(a.path)[16].write_bytes(b"damaged")
+    without_blocks(by_end(b.path)[16])
+    report = merge(a.context, b.context)
+    assert any("one has no blocks" in problem for problem in report.problems)
+    assert by_end(b.path).keys() == {16, 28}
+
+
+def test_a_newer_manifest_of_the_target_stays(pair):
+    a, b = pair
+    first = by_end(b.path)[16]
+    as_newer(first)
+    before = first.read_bytes()
+    merge(a.context, b.context)
+    assert first.read_bytes() == before
+    assert not list((b.path / "quarantine").iterdir())
+
+
 def test_a_manifest_of_another_prefix_stays_behind(pair):
     a, b = pair
     ends = by_end(a.path)
@@ -359,7 +403,7 @@ class Hooked(FileSystem):
 
     def touch(self, path, time_ns):
         self._before("touch", path)
-        super().touch(path, time_ns)
+        return super().touch(path, time_ns)
 
 
 def test_a_source_that_is_repacked_and_collected_meanwhile_is_read_again(tmp_path):

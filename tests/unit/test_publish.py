@@ -415,7 +415,7 @@ class Sweeping(FileSystem):
         if self.what in path.parts and self.left:
             self.left.pop()
             path.unlink()
-        super().touch(path, time_ns)
+        return super().touch(path, time_ns)
 
 
 def test_a_block_that_is_swept_away_before_the_commit_is_noticed_under_the_lock(tmp_path):
