@@ -16,9 +16,12 @@ from pathlib import Path
 
 import pytest
 from core_support import INFO, block_files, open_store, prompt, restore, spans
-from crash_support import SURVIVALS, CrashingFileSystem, Disk, FaultyFileSystem, KilledError
+from crash_support import SURVIVALS, CrashingFileSystem, Disk, FaultyFileSystem, KilledError, disks_after
+from gc_support import state
+from upkeep_support import read_state
 
 from kvstore import Durability, KVStoreError, Namespace, Store
+from kvstore.fsck import check as fsck
 
 TOKENS = prompt(60)
 OTHER = prompt(40, seed=5)
@@ -73,6 +76,7 @@ class Healing(Growing):
 
 
 FAULTS = "Publish, each call of it failing in turn"
+PUBLISHES = "Publish: stopped after each call, and what each kind of disk keeps"
 SCENARIOS = {"fresh": Fresh(), "growing tail": Growing(), "healing": Healing()}
 
 
@@ -148,7 +152,7 @@ def every_limit(scenario: Fresh, folder: Path, durability: Durability) -> list[s
 
 @pytest.mark.parametrize("durability", [Durability.BARRIER, Durability.NONE])
 def test_a_crash_after_any_call_loses_nothing_that_was_there(folder, scenario, durability, record_property):
-    record_property("what", "Publish: stopped after each call, and what each kind of disk keeps")
+    record_property("what", PUBLISHES)
     calls = every_limit(scenario, folder, durability)
     checked: dict[tuple, int] = {}
     record_property("points", len(calls) + 1)
@@ -169,6 +173,100 @@ def test_a_crash_after_any_call_loses_nothing_that_was_there(folder, scenario, d
                 raise
         shutil.rmtree(here)
     assert len(checked) > len(scenario.cut)
+
+
+def begin(root: Path) -> Path:
+    """Another prompt with a state, a conversation that ends in a tail, a tokenization."""
+    with open_store(root) as store:
+        space = store.namespace(INFO)
+        space.publish(OTHER, spans(OTHER, 0, 16, 32, 40))
+        space.publish_state(OTHER[:16], state(9))
+        space.publish(TOKENS, spans(TOKENS, 0, 16, 20))
+        store.tokenizations(b"scope").put(b"an old request", bytes(8))
+    return root
+
+
+def work(root: Path, durability: Durability, limit: int) -> CrashingFileSystem:
+    """All that an engine saves of a request, by a file system that is killed after limit calls."""
+    disk = Disk(root, root.parent / "shadow")
+    disk.settle()
+    fs = CrashingFileSystem(durability, disk=disk, limit=limit)
+    with suppress(KilledError):
+        store = open_store(root, None, fs)
+        space = store.namespace(INFO)
+        space.publish(TOKENS[:44], spans(TOKENS, 20, 32, 44))
+        space.publish_state(TOKENS[:44], state(3))
+        space.publish_state(TOKENS[:32], state(4))
+        store.tokenizations(b"scope").put(b"a request", bytes(12))
+    return fs
+
+
+def copy(source: Path, folder: Path) -> Path:
+    """A fresh copy named as the crash support expects."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return Path(shutil.copytree(source, folder / "cache", symlinks=True))
+
+
+def check_all(root: Path, *, lost: bool) -> None:
+    """What was there is there, fsck finds nothing (lost: or what it can repair), and all can be saved again."""
+    with open_store(root, None) as store:
+        space = store.namespace(INFO)
+        assert restore(space, OTHER, threads=1).tokens == 40
+        assert read_state(space, OTHER[:16])[0] == {"n": 9}
+        assert restore(space, TOKENS[:20], threads=1).tokens == 20
+        # A chunk that lost its data hides the tail that it contains until it is known to be damaged.
+        assert restore(space, TOKENS, threads=1).tokens in {20, 32, 44, 16 if lost else 20}
+        values, tensors = read_state(space, TOKENS[:44])
+        assert values is None or tensors == {"s": bytes([values["n"], 1, 2])}
+        cache = store.tokenizations(b"scope")
+        assert cache.get(b"an old request") == bytes(8)
+        assert cache.get(b"a request") in {None, bytes(12)}
+        found = fsck(store.context, read_data=True)
+        assert not found.error
+        assert lost or found.exit_code == 0, found.findings
+        if lost:
+            assert not fsck(store.context, read_data=True, repair=True, settle_s=0).error
+            assert fsck(store.context, read_data=True).exit_code == 0
+            assert restore(space, OTHER, threads=1).tokens == 40
+    # The next process does the same work again.
+    with open_store(root, None) as store:
+        space = store.namespace(INFO)
+        border = restore(space, TOKENS[:44], threads=1).border
+        ends = sorted({border, *(end for end in (16, 20, 32, 44) if end > border)})
+        space.publish(TOKENS[:44], spans(TOKENS, *ends)) if len(ends) > 1 else None
+        space.publish_state(TOKENS[:44], state(3))
+        store.tokenizations(b"scope").put(b"a request", bytes(12))
+        assert restore(space, TOKENS, threads=1).tokens == 44
+        assert read_state(space, TOKENS[:44]) == ({"n": 3}, {"s": bytes([3, 1, 2])})
+        assert store.tokenizations(b"scope").get(b"a request") == bytes(12)
+        assert fsck(store.context, read_data=True).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("durability", "survivals", "lost"),
+    [
+        (Durability.BARRIER, SURVIVALS, False),
+        (Durability.NONE, SURVIVALS[:1], False),
+        (Durability.NONE, SURVIVALS[1:], True),
+    ],
+    ids=["barrier", "none, killed", "none, power cut"],
+)
+def test_states_and_tokenizations_too_and_fsck_is_content(folder, durability, survivals, lost, record_property):
+    record_property("what", PUBLISHES)
+    source = begin(folder / "source")
+    calls = work(copy(source, folder / "run"), durability, 1 << 30).calls
+    assert calls.count("rename nodes") == 4
+    assert calls.count("rename tokens") == 1
+    record_property("points", len(calls))
+    record_property("disks", len(calls) * len(survivals))
+    checked = 0
+    for after in disks_after(
+        lambda limit: work(copy(source, folder / "run"), durability, limit), len(calls), survivals, folder / "run"
+    ):
+        checked += 1
+        check_all(after, lost=lost)
+    assert checked > 10
 
 
 @pytest.mark.parametrize(
