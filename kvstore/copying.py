@@ -15,7 +15,7 @@ import xxhash
 from kvstore.commit import place_block
 from kvstore.context import Context
 from kvstore.errors import DamagedBlockError
-from kvstore.fs import preadv_full
+from kvstore.fs import mostly_holes, preadv_full
 from kvstore.manifest import BlockRef
 from kvstore.staged import staged_file
 
@@ -43,6 +43,8 @@ def copy_block(
     try:
         if status.st_size != ref.size:
             raise DamagedBlockError(f"block {path} is {status.st_size} bytes long, not {ref.size}")
+        if mostly_holes(fd, status):
+            raise DamagedBlockError(f"block {path} is mostly holes")
         if buffer is None:
             return True
         digest = xxhash.xxh3_128()

@@ -24,7 +24,7 @@ from pathlib import Path
 from kvstore import macos
 from kvstore.keys import Buffer
 
-__all__ = ["NOT_A_FILE", "Durability", "FileSystem", "allocated_bytes", "out_of_files", "preadv_full"]
+__all__ = ["NOT_A_FILE", "Durability", "FileSystem", "allocated_bytes", "mostly_holes", "out_of_files", "preadv_full"]
 
 _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 # Linux moves at most this many bytes in one call (0x7ffff000); macOS refuses more than INT_MAX with EINVAL.
@@ -32,6 +32,10 @@ _MAX_TRANSFER = 1 << 30
 _F_BARRIERFSYNC = 85  # macOS <sys/fcntl.h>; Python's fcntl module has no name for it.
 # What a file system answers when it has no such operation: not a failure to keep the data.
 _NOT_SUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.ENOSYS}
+
+# What compresses to a sixty-fourth is no KV, and less than this may be asked of anybody's memory.
+_HOLES = 64
+_HOLES_FROM = 64 << 20
 
 NOT_A_FILE = {errno.EFBIG, errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENXIO}
 """What open_read and read_file answer for something that cannot be a file of ours, whatever its bytes."""
@@ -219,6 +223,22 @@ def _sync(fd: int, *ways: Callable[[int], object]) -> None:
 def allocated_bytes(status: os.stat_result) -> int:
     """Bytes a file takes on disk: allocated blocks, which POSIX counts in units of 512."""
     return status.st_blocks * 512
+
+
+def mostly_holes(fd: int, status: os.stat_result) -> bool:
+    """Whether a large file is little more than a size: whoever made it wrote a header, and memory would be asked for
+    terabytes. By the blocks that it takes, and as some file systems miscount those, by where its first hole is, too.
+
+    Reading goes on at the beginning afterwards.
+    """
+    if status.st_size < _HOLES_FROM or allocated_bytes(status) * _HOLES > status.st_size:
+        return False
+    try:
+        first = os.lseek(fd, 0, os.SEEK_HOLE)
+        os.lseek(fd, 0, os.SEEK_SET)
+    except (OSError, AttributeError):
+        return False
+    return first * _HOLES < status.st_size
 
 
 def out_of_files(error: BaseException) -> bool:

@@ -21,7 +21,7 @@ from kvstore.blocks import ALIGNMENT, MAX_HEADER_BYTES, TensorSpec, block_head, 
 from kvstore.commit import place_block
 from kvstore.context import Context
 from kvstore.errors import DamagedBlockError
-from kvstore.fs import preadv_full
+from kvstore.fs import mostly_holes, preadv_full
 from kvstore.manifest import BlockRef
 from kvstore.staged import staged_file
 
@@ -106,6 +106,8 @@ class _Source:
             stack.callback(os.close, self._fd)
             if status.st_size != ref.size or ref.payload > MAX_HEADER_BYTES:
                 raise DamagedBlockError(f"block {self._path} is {status.st_size} bytes long, not {ref.size}")
+            if mostly_holes(self._fd, status):
+                raise DamagedBlockError(f"block {self._path} is mostly holes")
             head = os.pread(self._fd, ref.payload, 0)
         except OSError as error:
             raise _unreadable(self._path, error) from error

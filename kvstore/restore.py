@@ -16,7 +16,7 @@ from pathlib import Path
 from kvstore.blocks import MAX_HEADER_BYTES, TensorBuffer, TensorSpec, read_specs
 from kvstore.context import Context
 from kvstore.errors import DamagedBlockError
-from kvstore.fs import out_of_files
+from kvstore.fs import mostly_holes, out_of_files
 from kvstore.keys import TOKEN_BYTES
 from kvstore.lookup import Match, Step, common_tokens, load_manifest
 from kvstore.manifest import BlockRef, Manifest
@@ -189,6 +189,8 @@ def _open(context: Context, ref: BlockRef, expected: tuple[TensorSpec, ...] | No
     try:
         if status.st_size != ref.size or ref.payload > MAX_HEADER_BYTES:
             raise DamagedBlockError(f"is {status.st_size} bytes long, not {ref.size}")
+        if mostly_holes(fd, status):
+            raise DamagedBlockError("is mostly holes")
         head = os.pread(fd, ref.payload, 0)
         specs = read_specs(head, ref)
         if expected is not None and specs != expected:

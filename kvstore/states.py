@@ -14,16 +14,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import xxhash
+
 from kvstore.blocks import DTYPE_BYTES, MAX_HEADER_BYTES, pack_header, read_header
 from kvstore.context import Context, Space
 from kvstore.errors import DamagedBlockError, PublishError
-from kvstore.fs import out_of_files, preadv_full
+from kvstore.fs import allocated_bytes, mostly_holes, out_of_files, preadv_full
 from kvstore.keys import Buffer, block_digest
 from kvstore.lookup import Step, load_manifest
 from kvstore.manifest import BlockRef
 from kvstore.untrusted import JSON_ERRORS, fits
 
 __all__ = ["AllocateState", "Scalar", "State", "StateTensor", "parse_state_header", "read_state", "state_parts"]
+
+_UNSEEN = 4 << 20
+"""Memory that a header alone is believed for."""
+
+_PIECE = 1 << 20
 
 Scalar: TypeAlias = bool | int | float | str | None
 """A small typed value: what JSON can tell apart. Floats keep all their bits (repr round-trips)."""
@@ -127,8 +134,14 @@ def _read(context: Context, ref: BlockRef, allocate: AllocateState) -> dict[str,
     with context.fs.open_read(context.layout.block(ref.digest)) as (fd, status):
         if status.st_size != ref.size:
             raise DamagedBlockError(f"is {status.st_size} bytes long, not {ref.size}")
+        if mostly_holes(fd, status):
+            raise DamagedBlockError("is mostly holes")
         head = os.pread(fd, min(ref.payload, MAX_HEADER_BYTES), 0)
         tensors, values = parse_state_header(head, ref)
+        # An honest header is no proof that there is what it describes, and the engine has only the header to go by.
+        # Files without holes cost their maker what they cost here; the others are looked at before memory is asked for.
+        if _UNSEEN < status.st_size > allocated_bytes(status) and _digest(fd, status.st_size) != ref.digest:
+            raise DamagedBlockError("digest does not match its bytes")
         memory = allocate(tensors)
         runs = [memoryview(memory[tensor.name]).cast("B") for tensor in tensors if tensor.nbytes]
         sizes = [tensor.nbytes for tensor in tensors if tensor.nbytes]
@@ -138,6 +151,17 @@ def _read(context: Context, ref: BlockRef, allocate: AllocateState) -> dict[str,
         if block_digest([head, *runs]) != ref.digest:
             raise DamagedBlockError("digest does not match its bytes")
         return values
+
+
+def _digest(fd: int, size: int) -> bytes:
+    """XXH3-128 of a file, through little memory."""
+    state = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(_PIECE))
+    for at in range(0, size, _PIECE):
+        view = buffer[: size - at]
+        preadv_full(fd, [view], at)
+        state.update(view)
+    return state.digest()
 
 
 def parse_state_header(head: Buffer, ref: BlockRef) -> tuple[tuple[StateTensor, ...], dict[str, Scalar]]:

@@ -15,11 +15,15 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
 from kvstore.blocks import TensorSpec
-from kvstore.states import Scalar
+from kvstore.states import Scalar, StateTensor
 from kvstore_mlx.buffers import DTYPES
 from kvstore_mlx.codecs import Codec, Snapshot, codec_of
 
 __all__ = ["Leaf", "Part", "Plan", "Slot", "leaves_of", "unknown_classes"]
+
+_UNKNOWN_BYTES = 1 << 20
+"""For each token of a prompt, of tensors in a state that the model's first tokens do not show: more than the keys and
+values of nearly all models take."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,17 @@ class Slot:
             DTYPES.get(array.dtype) == self.dtype
             and array.ndim == len(self.shape)
             and all(size in {None, own} for size, own in zip(self.shape, array.shape, strict=True))
+        )
+
+    def admits(self, tensor: StateTensor, tokens: int) -> bool:
+        """Whether what a header describes could be this one, in a prompt of so many tokens."""
+        return (
+            tensor.dtype == self.dtype
+            and len(tensor.shape) == len(self.shape)
+            and all(
+                own <= tokens if size is None else own == size
+                for size, own in zip(self.shape, tensor.shape, strict=True)
+            )
         )
 
 
@@ -222,6 +237,24 @@ class Plan:
                 continue
             if array is None or not slot.holds(array):
                 raise ValueError(f"{slot.name} is {_kind(array)}, not {slot}")
+
+    def check_header(self, tensors: Sequence[StateTensor], tokens: int) -> None:
+        """ValueError when a state's header asks for memory that no state of this model takes after so many tokens.
+
+        What is not known of the model (a group that closes later, an engine's extras) is bounded by its size.
+        """
+        known = {slot.name: slot for slot in (*self.slots, *self.later, self.logits) if slot is not None}
+        rest = 0
+        for tensor in tensors:
+            slot = known.get(tensor.name)
+            if slot is None:
+                rest += tensor.nbytes
+            elif not slot.admits(tensor, tokens):
+                raise ValueError(f"a state has {tensor}, not {slot}")
+            if tensor.dtype not in DTYPES.values():
+                raise ValueError(f"a state has {tensor}, which is no array of this engine's")
+        if rest > tokens * _UNKNOWN_BYTES:
+            raise ValueError(f"a state has {rest} bytes of tensors that are not known of this model")
 
     def check_logits(self, logits: Any) -> None:
         """ValueError when these are not one row of logits of this model."""

@@ -84,7 +84,8 @@ class Restoring:
         return {name: TensorBuffer(view, capacity) for name, view in self._rows.memory().items()}
 
     def allocate_state(self, tensors: tuple[StateTensor, ...]) -> Mapping[str, memoryview]:
-        """See kvstore.states.AllocateState."""
+        """See kvstore.states.AllocateState. Refuses (ValueError) what no state of this model can be."""
+        self._plan.check_header(tensors, max(self._room, _ROOM))
         self._state = Filling({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors})
         return self._state.memory()
 

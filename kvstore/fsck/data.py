@@ -16,6 +16,7 @@ import xxhash
 
 from kvstore.blocks import DTYPE_BYTES, MAX_HEADER_BYTES, read_specs
 from kvstore.errors import DamagedBlockError
+from kvstore.fs import mostly_holes
 from kvstore.fsck.findings import Seen
 from kvstore.fsck.values import Fault, Reader, seen_of, unopened
 from kvstore.keys import Buffer
@@ -87,8 +88,13 @@ def judge_block(reader: Reader, digest: bytes) -> tuple[Seen, Fault | None] | No
     try:
         with reader.fs.open_read(Path(path)) as (fd, status):
             seen = seen_of(status)
-            # By its header first, which decides what size it can have: a sparse file of terabytes is quickly made.
-            why = _bounds(os.pread(fd, MAX_HEADER_BYTES, 0), status.st_size)
+            # By its header first, which decides what size it can have: a sparse file of terabytes is quickly made, with
+            # an honest header, too.
+            why = (
+                "it is mostly holes"
+                if mostly_holes(fd, status)
+                else _bounds(os.pread(fd, MAX_HEADER_BYTES, 0), status.st_size)
+            )
             if why:
                 return seen, Fault("block-damaged", f"It is damaged: {why}.")
             if _digest(fd, buffer, lambda: False) != digest:
@@ -148,7 +154,7 @@ class Verifier:
                 seen = seen_of(status)
                 if known(seen):
                     return seen, None
-                return seen, _digest(fd, self._local.buffer, self._stop) == digest
+                return seen, not mostly_holes(fd, status) and _digest(fd, self._local.buffer, self._stop) == digest
         except FileNotFoundError:
             return None
 

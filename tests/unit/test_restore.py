@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import resource
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -26,8 +26,11 @@ from core_support import (
     spans,
 )
 
-from kvstore import FileSystem, Span, TensorBuffer
-from kvstore.manifest import decode
+from kvstore import FileSystem, Span, TensorBuffer, TensorSpec
+from kvstore.blocks import block_head
+from kvstore.fsck import check
+from kvstore.manifest import decode, encode
+from kvstore.merge import merge
 
 TOKENS = prompt(100)
 NOW = 1_700_000_000_000_000_000
@@ -369,3 +372,29 @@ def test_what_was_used_is_remembered_within_bounds(tmp_path):
     assert len(store.context.recent) <= 16_384
     assert paths[-1] in store.context.recent
     assert paths[0] not in store.context.recent
+
+
+@pytest.mark.parametrize("size", [1 << 30, 1 << 39])
+def test_a_header_alone_asks_for_no_memory(tmp_path, space, size):
+    """A sparse file costs its maker nothing: its header may be honest, and its tensors of any size."""
+    space.publish(TOKENS, spans(TOKENS, 0, 16))
+    path = space.lookup(TOKENS).steps[0].path
+    head = block_head((TensorSpec("0.keys", "U8", 1, (size,)),), 0, 16, 0)
+    ref = replace(decode(path.read_bytes()).blocks[0], size=len(head) + 16 * size, payload=len(head))
+    block = block_files(tmp_path / "cache")[0]
+    block.write_bytes(head)
+    try:
+        os.truncate(block, ref.size)
+    except OSError as error:
+        pytest.skip(f"no file of {ref.size} bytes here: {error.strerror}")
+    path.write_bytes(encode(replace(decode(path.read_bytes()), blocks=(ref,))))
+
+    def allocate(specs, _tokens):
+        raise AssertionError(f"asked for {specs}")
+
+    assert space.read(space.lookup(TOKENS), allocate).tokens == 0
+    with open_store(tmp_path / "cache", None) as store, open_store(tmp_path / "other") as other:
+        assert "mostly holes" in merge(store.context, other.context).problems[0]
+        report = check(store.context, read_data=True)
+        assert {finding.code for finding in report.findings} >= {"block-damaged", "manifest-unusable"}
+        assert report.seconds < 5

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +21,9 @@ from kvstore import (
     Store,
     TensorSpec,
 )
+from kvstore.blocks import pack_header
+from kvstore.keys import block_digest
+from kvstore.manifest import decode, encode
 
 INTERVAL = 32
 SPEC = TensorSpec("0.keys", "F32", 1, (1,))
@@ -190,3 +197,63 @@ def test_a_state_block_is_a_safetensors_file(namespace, store):
     size = int.from_bytes(mine.read_bytes()[:8], "little")
     metadata = json.loads(mine.read_bytes()[8 : 8 + size])["__metadata__"]
     assert json.loads(metadata["empty"]) == [["none", "BF16", [0, 7]]]
+
+
+def forge(namespace, store, tensors: dict, data: bytes, size: int | None = None) -> Path:
+    """Put a state with an honest header in the place of a node's, its file cut or grown to size; the block's path."""
+    publish_to(namespace, 9)
+    namespace.publish_state(TOKENS[:9], state(1))
+    (path,) = (store.path / "objects" / "nodes").rglob("*.state")
+    manifest = decode(path.read_bytes())
+    metadata = {"format": "kvstore/1", "first": "0", "count": "9", "values": "{}", "empty": "[]"}
+    head = pack_header({"__metadata__": metadata, **tensors}, 0)
+    whole = head + data
+    payload = max(entry["data_offsets"][1] for entry in tensors.values())
+    ref = replace(manifest.blocks[0], digest=block_digest([whole]), size=len(head) + payload, payload=len(head))
+    block = store.context.layout.block(ref.digest)
+    block.parent.mkdir(exist_ok=True)
+    block.write_bytes(whole)
+    os.truncate(block, ref.size if size is None else size)
+    path.write_bytes(encode(replace(manifest, blocks=(ref,))))
+    return block
+
+
+def bytes_of(size: int) -> dict:
+    return {"s": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
+
+
+@pytest.mark.parametrize("size", [5 << 20, 1 << 30, 1 << 39])
+def test_a_header_alone_asks_for_no_memory(namespace, store, size):
+    """A sparse file costs its maker nothing, and says any size."""
+    try:
+        forge(namespace, store, bytes_of(size), b"")
+    except OSError as error:
+        pytest.skip(f"no file of {size} bytes here: {error.strerror}")
+
+    def allocate(tensors):
+        raise AssertionError(f"asked for {tensors}")
+
+    match = namespace.lookup(TOKENS[:9], trimmable=False)
+    assert match.count == 9
+    started = time.perf_counter()
+    assert namespace.read_state(match, allocate) is None
+    assert time.perf_counter() - started < 0.5
+    assert namespace.lookup(TOKENS[:9], trimmable=False).count == 0
+
+
+@pytest.mark.parametrize("length", [1, 4096, 5 << 20])
+def test_a_file_with_holes_that_is_what_its_name_says_is_read(namespace, store, length):
+    """File systems that compress store zeros as holes."""
+    data = os.urandom(length) + bytes(6 << 20)
+    block = forge(namespace, store, bytes_of(len(data)), data)
+    whole = block.read_bytes()
+    block.write_bytes(whole[: len(whole) - (6 << 20)])
+    os.truncate(block, len(whole))
+    memory = {}
+
+    def allocate(tensors):
+        memory.update({tensor.name: memoryview(bytearray(tensor.nbytes)) for tensor in tensors})
+        return memory
+
+    assert namespace.read_state(namespace.lookup(TOKENS[:9], trimmable=False), allocate) == {}
+    assert memory["s"] == data
