@@ -75,6 +75,11 @@ def copy_missing(source: Path, target: Path) -> None:
     shutil.copytree(source, target, dirs_exist_ok=True, symlinks=True, copy_function=one)
 
 
+def cp(source: Path, target: Path) -> None:
+    """``cp -a`` itself."""
+    subprocess.run(["cp", "-a", f"{source}/.", target], check=True)
+
+
 def rsync(source: Path, target: Path) -> None:
     if shutil.which("rsync") is None:
         pytest.skip("rsync is not installed here")
@@ -87,7 +92,7 @@ def rsync_ignoring_existing(source: Path, target: Path) -> None:
     subprocess.run(["rsync", "-a", "--ignore-existing", f"{source}/", f"{target}/"], check=True)
 
 
-COPIERS: list[Callable[[Path, Path], None]] = [copy_tree, copy_missing, rsync, rsync_ignoring_existing]
+COPIERS: list[Callable[[Path, Path], None]] = [copy_tree, copy_missing, cp, rsync, rsync_ignoring_existing]
 
 
 def check_union(root: Path) -> None:
@@ -191,7 +196,7 @@ def test_a_copy_over_nodes_of_the_same_name_that_brings_blocks_first(folder, see
     check_union(target)
 
 
-@pytest.mark.parametrize("copier", [copy_tree, copy_missing, rsync])
+@pytest.mark.parametrize("copier", [copy_tree, copy_missing, cp, rsync])
 def test_a_copy_while_others_write_holds_what_was_there_before(folder, copier):
     source, target = fill(folder / "1", FIRST), folder / "2"
     stop = threading.Event()
