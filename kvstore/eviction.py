@@ -30,7 +30,17 @@ from kvstore.layout import NodeName
 from kvstore.marking import Marks
 from kvstore.scan import HashedFile, NodeFile
 
-__all__ = ["FUTURE_NS", "GRACE_NS", "PROTECT_NS", "Plan", "Policy", "choose", "is_protected", "young"]
+__all__ = [
+    "FUTURE_NS",
+    "GRACE_NS",
+    "PROTECT_NS",
+    "Plan",
+    "Policy",
+    "choose",
+    "clock_was_ahead",
+    "is_protected",
+    "young",
+]
 
 PROTECT_NS = 60 * 10**9
 """What was written or looked up this recently is never evicted. A publish takes seconds from its first block to its
@@ -90,10 +100,18 @@ def young(mtime_ns: int, ctime_ns: int, now_ns: int, window_ns: int) -> bool:
 
     now_ns is when the collection began, so what changed since is a little in the future, and young. A time far in the
     future says nothing (a copy from a machine with a wrong clock must not live for ever) as long as the other one does.
-    When neither does, this machine's clock went back, and nothing is known to be old.
+    When neither does, nothing is known to be old.
     """
-    known = [time for time in (mtime_ns, ctime_ns) if time <= now_ns + FUTURE_NS]
-    return not known or now_ns - max(known) < window_ns
+    if clock_was_ahead(mtime_ns, ctime_ns, now_ns):
+        return True
+    return now_ns - max(time for time in (mtime_ns, ctime_ns) if time <= now_ns + FUTURE_NS) < window_ns
+
+
+def clock_was_ahead(mtime_ns: int, ctime_ns: int, now_ns: int) -> bool:
+    """Whether neither time of a file says anything: it was made before this machine's clock was set back. Nothing tells
+    how old it is until the clock is where it was, or somebody sets its times (fsck --repair), so it stays until then.
+    """
+    return min(mtime_ns, ctime_ns) > now_ns + FUTURE_NS
 
 
 def choose(

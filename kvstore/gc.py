@@ -40,7 +40,7 @@ from pathlib import Path
 
 from kvstore.context import Context, this_process
 from kvstore.errors import KVStoreError
-from kvstore.eviction import GRACE_NS, PROTECT_NS, Plan, Policy, choose, is_protected, young
+from kvstore.eviction import GRACE_NS, PROTECT_NS, Plan, Policy, choose, clock_was_ahead, is_protected, young
 from kvstore.locks import gc_lock
 from kvstore.marking import Marked, Marks, mark
 from kvstore.scan import HashedFile, NodeFile, Scan, appeared, free_bytes, scan, usage
@@ -67,7 +67,8 @@ class GcReport:
     before_bytes and after_bytes: the whole directory. nodes, states: manifests removed. blocks: removed, orphans (that
     no manifest named) included. staging, quarantined, tokenizations: removed. skipped: left because they changed since
     the mark. failed: could not be removed. waiting: blocks that no manifest names but that must stay for now. damaged:
-    manifests whose references are unknown. foreign: files that are not kvstore's. unmet_bytes: still missing to what
+    manifests whose references are unknown. foreign: files that are not kvstore's. future: when something is unmet,
+    files that stayed because they were written while the clock was ahead. unmet_bytes: still missing to what
     the policy asked for; over_quota_bytes: to what its quotas allow. coldest_ns: no leaf that was left is colder (see
     kvstore.admission); None when there is none. busy: another collection runs and nothing was done. error: one
     sentence, why it stopped; what was removed until then is counted.
@@ -94,6 +95,7 @@ class GcReport:
     waiting: int = 0
     damaged: int = 0
     foreign: int = 0
+    future: int = 0
     mark_seconds: float = 0.0
     sweep_seconds: float = 0.0
 
@@ -192,6 +194,10 @@ class _Collection:
         for namespace in over:
             used = _namespace_bytes(namespace, found, marks, self._removed)
             self._report.over_quota_bytes += max(0, used - self._policy.quotas[namespace])
+        if self._report.unmet_bytes or self._report.over_quota_bytes:
+            times = [(node.file.mtime_ns, node.file.ctime_ns) for node in marks.nodes]
+            times += [(block.mtime_ns, block.ctime_ns) for block in found.blocks.values()]
+            self._report.future = sum(clock_was_ahead(*each, self._now) for each in times)
 
     def _over_quota(self, found: Scan, marks: Marks) -> dict[str, int]:
         """Bytes to free of each namespace over its quota, a tenth to spare. An explicit size counts instead of one."""

@@ -198,6 +198,12 @@ class Housekeeping:
         """What the directory takes after a collection."""
         if report.error:
             log.warning("kvstore: could not collect: %s", report.error)
+        if report.future:
+            log.warning(
+                "kvstore: %d files cannot make room, because they were written while the clock was ahead; "
+                "run `kvstore fsck --repair`",
+                report.future,
+            )
         if report.busy or report.error:
             self._coldest = None
             self._used = usage(self._store.context)

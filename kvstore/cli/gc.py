@@ -5,7 +5,7 @@ With ``--json`` one document with the fields of kvstore.gc.GcReport, and "direct
     {"directory": "/…", "dry_run": false, "busy": false, "error": "", "before_bytes": 0, "after_bytes": 0,
      "freed_bytes": 0, "unmet_bytes": 0, "over_quota_bytes": 0, "nodes": 0, "states": 0, "blocks": 0, "orphans": 0,
      "staging": 0, "quarantined": 0, "tokenizations": 0, "skipped": 0, "failed": 0, "waiting": 0, "damaged": 0,
-     "foreign": 0, "coldest_ns": null, "mark_seconds": 0.0, "sweep_seconds": 0.0}
+     "foreign": 0, "future": 0, "coldest_ns": null, "mark_seconds": 0.0, "sweep_seconds": 0.0}
 
 Exit code 1 when another collection runs (nothing is done) or when the collection had to stop early.
 """
@@ -110,6 +110,11 @@ def _lines(report: GcReport, policy: Policy) -> list[str]:
         lines.append(
             f"{format_size(report.over_quota_bytes)} more would have to go for the quotas: the rest is in use or just "
             "written."
+        )
+    if report.future:
+        lines.append(
+            f"Written while the clock was ahead, so left: {counted(report.future, 'file')}, whose age nobody can tell; "
+            "run `kvstore fsck --repair`."
         )
     if report.skipped:
         lines.append(f"Used meanwhile, so left: {counted(report.skipped, 'file')}.")

@@ -25,7 +25,7 @@ import kvstore.cli.repack
 import kvstore.cli.show
 import kvstore.cli.stats
 from kvstore.cli.app import app
-from kvstore.gc import Policy
+from kvstore.gc import GcReport, Policy
 from kvstore.locks import gc_lock
 
 
@@ -156,6 +156,29 @@ def test_gc_by_size(path, nothing_is_young):
     assert "Removed 7 nodes, 7 blocks" in output
     assert "more would have to go" in output
     assert blocks(path) == []
+
+
+def test_gc_by_free_space(path, nothing_is_young, monkeypatch):
+    monkeypatch.setattr("kvstore.gc.free_bytes", lambda context: 100_000)
+    assert "Removed nothing" in run("gc", path, "--min-free", "100kB").stdout
+    assert len(manifests(path)) == 7
+    before = len(manifests(path))
+    output = run("gc", path, "--min-free", "110kB").stdout
+    assert output.startswith("Removed")
+    assert "more would have to go" not in output
+    assert 0 < len(manifests(path)) < before
+    check_valid(path)
+    output = run("gc", path, "--min-free", "1TB").stdout
+    assert "more would have to go: the rest is in use" in output
+    assert manifests(path) == []
+    assert json.loads(run("gc", path, "--min-free", "1TB", "--json").stdout)["unmet_bytes"] == 10**12 - 10**5
+
+
+def test_gc_says_what_the_clock_keeps(path, monkeypatch):
+    monkeypatch.setattr("kvstore.cli.gc.collect", lambda _context, _policy: GcReport(unmet_bytes=1, future=3))
+    output = run("gc", path, "--size", "0").stdout
+    assert "Written while the clock was ahead, so left: 3 files" in output
+    assert "kvstore fsck --repair" in output
 
 
 def test_gc_protects_what_was_just_written(path):

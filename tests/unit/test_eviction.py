@@ -25,7 +25,7 @@ from gc_support import (
 )
 
 from kvstore.admission import Warmth
-from kvstore.eviction import FUTURE_NS, GRACE_NS, PROTECT_NS, Policy, choose, young
+from kvstore.eviction import FUTURE_NS, GRACE_NS, PROTECT_NS, Policy, choose, clock_was_ahead, young
 from kvstore.lookup import chunks
 from kvstore.manifest import decode, encode
 from kvstore.marking import mark
@@ -306,6 +306,18 @@ def test_an_age_is_a_limit_of_its_own(store):
     assert victims(store, 0, older) == names(space, prompt(20, 2))[::-1]
     assert victims(store, 0, Policy(older_than_ns=HOUR + 6000 * SECOND)) == []
     assert len(victims(store, 3 * 8192, older)) == 3
+
+
+@pytest.mark.parametrize(
+    ("mtime", "ctime", "expected"),
+    [(0, 0, False), (2 * FUTURE_NS, 0, False), (0, 2 * FUTURE_NS, False), (FUTURE_NS, FUTURE_NS, False),
+     (FUTURE_NS + 1, FUTURE_NS + 1, True), (365 * DAY, 2 * FUTURE_NS, True)],
+)  # fmt: skip
+def test_when_a_file_s_times_say_nothing(mtime, ctime, expected):
+    now = time.time_ns()
+    assert clock_was_ahead(now + mtime, now + ctime, now) is expected
+    if expected:
+        assert young(now + mtime, now + ctime, now, 0)
 
 
 def test_a_time_in_the_future_keeps_nothing_for_ever(store):

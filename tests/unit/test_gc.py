@@ -36,6 +36,7 @@ from hypothesis import strategies as st
 from kvstore import FileSystem, LockTimeoutError
 from kvstore.context import this_process
 from kvstore.eviction import GRACE_NS
+from kvstore.fsck import check
 from kvstore.gc import FOREIGN_STAGING_NS, QUARANTINE_NS, GcReport, Policy, collect, usage
 from kvstore.keys import request_key
 from kvstore.locks import gc_lock
@@ -162,6 +163,20 @@ def test_free_space_is_made_on_the_file_system(writer, monkeypatch):
     report = gc(writer.path, min_free=1 << 40)
     assert manifests(writer.path) == []
     assert report.unmet_bytes == (1 << 40) - report.freed_bytes
+
+
+def test_what_was_written_while_the_clock_was_ahead_is_counted_and_repaired(writer):
+    """A machine that starts with the wrong year and learns the right one later."""
+    fill(writer, 2)
+    back = {"by": -365 * DAY}
+    report = gc(writer.path, **back, size=0)
+    assert (report.nodes, report.future) == (0, 12)
+    assert report.unmet_bytes == report.before_bytes
+    assert gc(writer.path, **back, size=1 << 40).future == 0, "nobody misses their room"
+    with ahead(writer.path, -365 * DAY) as now:
+        assert {finding.code for finding in check(now.context, repair=True).findings} == {"mtime-future"}
+    report = gc(writer.path, by=-365 * DAY + HOUR, size=0)
+    assert (report.nodes, report.future) == (6, 0)
 
 
 def test_age_removes_whatever_the_room(writer):
