@@ -7,10 +7,12 @@ import pytest
 from cache_support import Feed, attention_plan, forward
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 
+from kvstore.states import StateTensor
 from kvstore_mlx.codecs import Snapshot
 from kvstore_mlx.forms import Form, ModelSpace
 from kvstore_mlx.live import Live
 from kvstore_mlx.plan import Plan, leaves_of, unknown_classes
+from kvstore_mlx.restoring import Restoring
 
 
 def two() -> list:
@@ -116,6 +118,39 @@ class TestStates:
         caches[1][1] = None
         with pytest.raises(ValueError, match=r"1\.1 is missing"):
             plan.snapshot(caches, None)
+
+    @pytest.mark.parametrize(
+        "tensor",
+        [
+            StateTensor("0.keys", "F32", (1, 2, 257, 32)),
+            StateTensor("0.keys", "F32", (1, 1 << 37, 8, 32)),
+            StateTensor("0.keys", "BF16", (1, 2, 8, 32)),
+            StateTensor("0.keys", "F32", (1 << 39,)),
+            StateTensor("1.1", "F32", (1, 4, 1 << 37)),
+            StateTensor("logits", "F32", (1 << 37,)),
+            StateTensor("extra.router", "U8", (1 << 39,)),
+            StateTensor("7.anything", "U8", (257 << 20,)),
+            StateTensor("extra.router", "F8_E5M2", (1,)),
+        ],
+        ids=str,
+    )
+    def test_a_header_that_is_no_state_of_the_model_s_gets_no_memory(self, plan, tensor):
+        """Nothing is read yet, and somebody else may have written it."""
+        restoring = Restoring(plan.after(self.caches(4), mx.zeros(7)), 20)
+        with pytest.raises(ValueError, match="a state has"):
+            restoring.allocate_state((tensor,))
+
+    def test_a_header_of_the_model_s_own_gets_memory(self, plan):
+        restoring = Restoring(plan.after(self.caches(4), mx.zeros(7)), 20)
+        own = (
+            StateTensor("0.keys", "F32", (1, 2, 8, 32)),
+            StateTensor("1.1", "F32", (1, 4, 3)),
+            StateTensor("1.0", "BF16", (1, 9)),
+            StateTensor("logits", "F32", (7,)),
+            StateTensor("extra.router", "U8", (1 << 20,)),
+        )
+        memory = restoring.allocate_state(own)
+        assert {name: view.nbytes for name, view in memory.items()} == {each.name: each.nbytes for each in own}
 
     @pytest.mark.parametrize("logits", [mx.zeros(8), mx.zeros((1, 7)), mx.zeros(7, mx.float16)])
     def test_logits_are_one_row_of_the_model_s(self, plan, logits):
