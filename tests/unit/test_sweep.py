@@ -216,6 +216,17 @@ def test_no_descriptor_is_left_open_whatever_happens(full):
         pass
 
 
+def test_a_close_that_fails_costs_nothing(full):
+    """It is closed all the same, and there was nothing to write: NFS answers with errors of others' writes."""
+
+    class Failing(FileSystem):
+        def close(self, fd):
+            super().close(fd)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    gc(full, Failing(FAST.durability))
+
+
 @pytest.mark.timeout(30)
 def test_what_lies_in_place_of_a_block_meanwhile_blocks_nothing(full):
     """A FIFO that nobody writes to, a link, a folder: seen as changed, and left."""
