@@ -79,12 +79,12 @@ COMMON: dict[str, Any] = {
     "rotary_emb_base": 10000,
     "rope_theta": 10000.0,
     "rope_local_base_freq": 10000.0,
-    # latent attention, and the indexers that pick its rows
+    # latent attention, and the indexers that pick its rows; --kv-bits wants sizes that 32 divides
     "kv_lora_rank": 32,
     "q_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
     "index_head_dim": 32,
     "index_n_heads": 2,
     "index_topk": 48,
@@ -175,6 +175,8 @@ _BY_TYPE = {
 }
 _LLAMA_4_SCALING = {**_YARN, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
 _DELTA_ATTENTION = {"kda_layers": [1, 3], "num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4}
+_SHORT_POSITIONS = {"max_position_embeddings": 64}
+"""Beyond them a dynamic rope rotates by the length at which a piece ends."""
 _NO_POSITION = {"attention": {"no_op": True}, "ffn": {"ffn_mult": 0.5}}
 _GROUPED = {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 0.5}}
 _GEMMA_4 = {
@@ -309,8 +311,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minicpm3": {
         "rope_scaling": {
             "original_max_position_embeddings": 4096,
-            "short_factor": [1.0] * 4,
-            "long_factor": [1.0] * 4,
+            "short_factor": [1.0] * (_HEAD_DIM // 2),
+            "long_factor": [1.0] * (_HEAD_DIM // 2),
         }
     },
     "minimax_m3_vl": {
@@ -395,6 +397,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """What a family needs besides; "text_config" holds the fields of the language model where they lie in one."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "internlm2, dynamic": ("internlm2", {**_SHORT_POSITIONS, "rope_scaling": {"type": "dynamic", "factor": 4.0}}),
+    "internlm3, dynamic": ("internlm3", {**_SHORT_POSITIONS, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
     "llama, sliding": ("llama", {"layer_types": _MIXED}),
     "ministral3, sliding": ("ministral3", {"layer_types": _MIXED, "rope_parameters": _LLAMA_4_SCALING}),
     "mamba, norms": ("mamba", {"use_bcdt_rms": True}),

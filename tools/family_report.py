@@ -42,7 +42,7 @@ class Row:
         self.found("", other)
 
 
-_HEADER = ("family", "caches", "resumes", "result", "kv-bits", "batch of 4")
+_HEADER = ("family", "caches", "resumes", "result", "kv-bits", "batch of 4", "kept of batches")
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -56,8 +56,8 @@ def table(rows: Sequence[Row]) -> str:
 
 def _cells(row: Row) -> tuple[str, ...]:
     if row.refused:
-        return (row.name, row.caches, "-", f"served without the cache: {row.refused}", "", "")
-    own = {name: problem for name, problem in row.checks.items() if not name.startswith(("kv-bits", "batch"))}
+        return (row.name, row.caches, "-", f"served without the cache: {row.refused}", "", "", "")
+    own = {name: problem for name, problem in row.checks.items() if not name.startswith(("kv-bits", "batch", "kept"))}
     return (
         row.name,
         row.caches,
@@ -65,6 +65,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         _result(own),
         ", ".join(_bits(row, bits) for bits in (4, 8)) if "kv-bits" in str([*row.checks, *row.notes]) else "-",
         _batch(row),
+        _kept(row),
     )
 
 
@@ -85,6 +86,17 @@ def _batch(row: Row) -> str:
     if not checks:
         return "-"
     return "differs" if any(checks) else "identical"
+
+
+def _kept(row: Row) -> str:
+    checks = {name: problem for name, problem in row.checks.items() if name.startswith("kept")}
+    if not checks:
+        return "-"
+    if any(checks.values()):
+        return "differs"
+    labels = [name.removeprefix("kept, ") for name in checks]
+    left_out = [label for label in labels if any(note.endswith(f"what is computed {label}") for note in row.notes)]
+    return f"not {' or '.join(left_out)}" if left_out else "all"
 
 
 def document(rows: Sequence[Row], unbuildable: Mapping[str, str], versions: Mapping[str, str]) -> str:
@@ -120,16 +132,22 @@ a chunk; and a control (the first token of the prompt, and what each single cach
 output does not repeat itself). After the restart each prompt runs twice, so that what was written after a restore is
 restored too, and the number of restored tokens must be the expected one. **kv-bits** repeats all of it with caches
 quantized to 4 and 8 bits. **batch of 4** compares the tokens of four prompts of unequal lengths in one batch: plain
-mlx-lm, everything saved, and everything restored.
+mlx-lm, everything saved, and everything restored. **kept of batches** looks at what memory and disk have afterwards of
+those four prompts, and of a prompt that joins while a longer one is answered: each, with its answer and three more
+tokens, must have the logits that it has alone, to a thousandth (a batch rounds otherwise).
 
 A prefix that is cut in the middle of a piece of the prefill holds rows of the longer piece. Where a run with a cut at
-that token has other last bits, the run that is compared is mlx-lm's own cache in memory, trimmed there; such families
-are among the notes.
+that token has other last bits, the run that is compared is mlx-lm's own cache in memory, trimmed there (if those are
+all that differs); such families are among the notes.
 
 Some families do not mask, in every layer, the padding of a batch: mlx-lm itself then answers otherwise than for each
-prompt alone (see the notes). kvstore looks at that when a prompt is padded for the first time, and keeps nothing of the
-padded prompts of such a family, in memory or on disk.
+prompt alone (see the notes). kvstore looks at that when a sequence is padded for the first time, and keeps nothing, in
+memory or on disk, that the padding of such a family has reached: "not with longer ones" is of prompts that are filled
+up to the longest of a batch, "not beside a longer one" of what is answered behind padding.
 
 Families that resume **at any token** are cut where a prompt differs, from 64 tokens into a chunk on. The others resume
-**at states**: chunk borders, the end of a prompt, the end of an answer. "-" is what mlx-lm does not do with a family.
+**at states**: chunk borders, the end of a prompt, the end of an answer. So do models whose rope stretches with the
+length of a prompt ("dynamic"): their rows depend on where the piece ended that computed them, also on those that mlx-lm
+cuts in memory, which kvstore leaves out. "-" is what mlx-lm does not do with a family; with --kv-bits it quantizes
+entries that are a KVCache, and fails where one is a RotatingKVCache.
 """

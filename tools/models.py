@@ -111,7 +111,7 @@ def _run_phase(row: Row, phase: str, directory: Path, report: Path) -> None:
     from mlx_lm.models.cache import make_prompt_cache  # noqa: PLC0415
 
     from families import build  # noqa: PLC0415 - the engine is for these processes only
-    from family_batch import batch, batchable  # noqa: PLC0415
+    from family_batch import FAILS, batch, batchable, kept  # noqa: PLC0415
     from family_runs import classes, quantizes  # noqa: PLC0415
     from family_scenarios import resume, stateful_of, write  # noqa: PLC0415
     from kvstore_mlx.spaces import UnsupportedModelError  # noqa: PLC0415
@@ -128,7 +128,8 @@ def _run_phase(row: Row, phase: str, directory: Path, report: Path) -> None:
     scenarios = partial(write if phase == "write" else resume, row.name, model)
     row.found("", scenarios(directory / "plain"))
     _write(row, report)
-    if set(counted) == {"KVCache"}:
+    # mlx-lm quantizes what is a KVCache, leaves lists and states as they are, and cannot quantize a window.
+    if "KVCache" in counted and "RotatingKVCache" not in counted:
         for bits in (4, 8):
             if problem := quantizes(model, bits):
                 row.notes.append(f"with --kv-bits mlx-lm itself fails ({problem})")
@@ -138,6 +139,8 @@ def _run_phase(row: Row, phase: str, directory: Path, report: Path) -> None:
     if phase == "write":
         if batchable(model):
             row.found("", batch(row.name, model, directory / "batch"))
+            if not any(note.startswith(FAILS) for note in row.notes):
+                row.found("", kept(row.name, model, directory / "kept"))
         else:
             row.notes.append("mlx-lm serves it one request at a time")
         _write(row, report)

@@ -91,6 +91,15 @@ def test_tools_and_their_results(pair):
     changed = [*called[:-1], {**called[-1], "content": "No such file."}]
     again = pair.ask(messages=changed, tools=TOOLS)
     assert again.prompt_tokens - again.cached_tokens < 60
+    # A call with other arguments costs itself and what came after it.
+    other = {**CALL["tool_calls"][0], "function": {"name": "read", "arguments": json.dumps({"path": "gc.py"})}}
+    recalled = [*first, {**CALL, "tool_calls": [other]}, called[-1]]
+    answer = pair.ask_and_wait(messages=recalled, tools=TOOLS)
+    assert answer.cached_tokens >= written.prompt_tokens - 2
+    assert answer.prompt_tokens - answer.cached_tokens < 140
+    # And back again: both are saved.
+    back = pair.ask(messages=called, tools=TOOLS)
+    assert back.cached_tokens == back.prompt_tokens - 1
     # Other tools are another prompt from the first characters on.
     assert pair.ask(messages=first, tools=TOOLS[:1]).cached_tokens < 300
 

@@ -14,16 +14,13 @@ from mlx_lm.models.cache import ConcatenateKVCache, make_prompt_cache
 
 from families import build, modules, rows
 from family_arguments import UNBUILDABLE
-from family_batch import KEY, PROMPTS, batch, batchable, run_batch, tier_of
-from family_runs import STEP, Uninterrupted, classes, greedy, tokens_of
-from family_scenarios import ANSWER, INTERVAL, SHORT, Outcome, cuts_of, open_directory, resume, write
-from kvstore.store import Store
+from family_batch import LEFT_OUT, batch, batchable, kept
+from family_runs import classes
+from family_scenarios import Outcome, resume, write
 from kvstore_mlx.buffers import has_non_finite
 from kvstore_mlx.codecs.arrays import Arrays
 from kvstore_mlx.codecs.rotating import Rotating
-from kvstore_mlx.engine import RecordingBatchGenerator
-from kvstore_mlx.probe import masks_padding, probe
-from kvstore_mlx.tier import TieredPromptCache
+from kvstore_mlx.probe import masks_left_padding, masks_padding, probe
 
 pytestmark = pytest.mark.skipif(
     bool(os.environ.get("LD_PRELOAD")),
@@ -94,10 +91,21 @@ def test_qwen(row, tmp_path):
     both(row, tmp_path / "cache")
 
 
-def test_quantized_caches(tmp_path):
-    model = build("llama")
-    as_uninterrupted(write("llama", model, tmp_path / "cache", (4, 32)))
-    as_uninterrupted(resume("llama", model, tmp_path / "cache", (4, 32)))
+@pytest.mark.parametrize(("row", "bits"), [("llama", 4), ("bailing_moe_linear", 4), ("qwen3_5_moe", 8)])
+def test_quantized_caches(row, bits, tmp_path):
+    model = build(row)
+    as_uninterrupted(write(row, model, tmp_path / "cache", (bits, 32)))
+    as_uninterrupted(resume(row, model, tmp_path / "cache", (bits, 32)))
+
+
+def test_a_rope_that_stretches_with_the_prompt(tmp_path, monkeypatch):
+    """Its keys depend on where their piece ended, so that a prefix may end nowhere else; and the control."""
+    row = "internlm3, dynamic"
+    model = build(row)
+    both(row, tmp_path / "cache")
+    monkeypatch.setattr("kvstore_mlx.spaces.computes_by_piece", lambda _: False)
+    write(row, model, tmp_path / "anywhere")
+    assert resume(row, model, tmp_path / "anywhere").checks["branch inside a chunk"]
 
 
 def test_concatenated_caches(tmp_path, monkeypatch):
@@ -119,27 +127,30 @@ def test_a_batch_of_unequal_prompts(row, tmp_path):
     assert set(outcome.checks) == {"batch, first write", "batch, restored"}
 
 
-@pytest.mark.parametrize(("row", "kept"), [("bailing_moe_linear", False), ("mamba", False), ("bailing_hybrid", True)])
-def test_another_prompts_padding_is_never_kept(row, kept, tmp_path):
+RIGHT, LEFT = "with longer ones", "beside a longer one"
+
+
+@pytest.mark.parametrize(
+    ("row", "left_out"),
+    [
+        ("bailing_hybrid", []),
+        ("bailing_moe_linear", [RIGHT]),
+        # It minds where its blocks of keys lie, not what is computed after them.
+        ("minimax_m3_vl", [RIGHT, LEFT]),
+    ],
+)
+def test_what_padding_reaches_is_never_kept(row, left_out, tmp_path, monkeypatch):
     """mlx-lm pads unequal prompts, and some families take the padding for tokens: their batches answer wrongly."""
     model = build(row)
-    assert masks_padding(model) is kept
-    directory = tmp_path / "cache"
-    with Store.open(directory, interval=INTERVAL) as store:
-        tier, writer = tier_of(store, row, model)
-        generator = RecordingBatchGenerator(model, prefill_step_size=STEP, tier=tier)
-        answers = run_batch(generator, [[each] for each in PROMPTS], tier)
-        _, rest = super(TieredPromptCache, tier).fetch_nearest_cache(KEY, [*SHORT, *answers[1], 1, 2, 3])
-        assert (len(rest) < 50) is kept, "in memory"
-        writer.close(60.0)
-    with open_directory(directory, model, row, None) as session:
-        for prompt in PROMPTS:
-            longer = [*prompt, *tokens_of(50, 20)]
-            run = session.prefill(longer)
-            cuts = [*cuts_of(session.stateful, longer), run.cached_tokens]
-            expected = Uninterrupted(model).prefill(longer, cuts).answer(ANSWER)
-            assert greedy(model, run.caches, run.logits, ANSWER).tokens == expected.tokens
-            assert run.cached_tokens >= INTERVAL or not kept or prompt is SHORT
+    assert masks_left_padding(model) is (LEFT not in left_out)
+    assert masks_padding(model) is (RIGHT not in left_out or LEFT in left_out)
+    outcome = kept(row, model, tmp_path / "cache")
+    assert outcome.checks == {f"kept, {name}": "" for name in (RIGHT, LEFT)}
+    assert outcome.notes == [LEFT_OUT + name for name in left_out]
+    if left_out:
+        # The control: kept, it would be found again.
+        monkeypatch.setattr("kvstore_mlx.padding.Padding.look", lambda *_: set())
+        assert "off from" in kept(row, model, tmp_path / "wrong").checks[f"kept, {left_out[-1]}"]
 
 
 def test_a_model_that_forgets_fails_its_control(tmp_path):

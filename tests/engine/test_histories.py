@@ -16,43 +16,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from history_support import TOLERANCE, Cancelled, History, damages, edits, hold, restarts, slow, turns
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from session_support import array_of, assert_same, decode, forwarded, prompt_of, session_of
 
-TOLERANCE = 1e-4
-SYSTEM = 70
-"""Tokens that every conversation begins with: more than the fewest that are saved."""
-
-turns = st.tuples(st.just("turn"), st.integers(1, 90), st.integers(0, 5), st.booleans())
-edits = st.tuples(st.just("edit"), st.integers(0, 100), st.integers(1, 40))
 cancels = st.tuples(st.just("cancel"), st.integers(30, 140), st.integers(0, 100))
-restarts = st.tuples(st.just("restart"), st.booleans())
-damages = st.tuples(st.just("damage"), st.integers(0, 10_000), st.sampled_from(["remove", "flip", "cut"]))
 histories = st.lists(st.one_of(turns, turns, edits, cancels, restarts, damages), min_size=2, max_size=7)
 
 
-class CancelledError(Exception):
-    """The client went away."""
-
-
-class Conversation:
-    """One conversation held with a session on a directory, and checked by one without."""
+class Conversation(History):
+    """One that is held with a session."""
 
     def __init__(self, directory: Path, family: str, **more: Any) -> None:
-        self.directory, self.family, self.more = directory, family, more
-        self.plain = session_of(None, family, **more)
+        super().__init__(directory, family, **more)
         self.session = session_of(directory, family, **more)
-        self.tokens = prompt_of(SYSTEM, seed=1)
-        self.seed = 100
-        self.reused = 0
-
-    def new(self, count: int) -> list[int]:
-        self.seed += 1
-        return prompt_of(count, self.seed)
-
-    def do(self, name: str, *arguments: Any) -> None:
-        getattr(self, name)(*arguments)
 
     def turn(self, count: int, answer: int, flush: bool) -> None:
         before = len(self.tokens)
@@ -72,10 +50,7 @@ class Conversation:
             self.tokens = forwarded(self.tokens, ours)
             self.session.finish(run, self.tokens)
         if flush:
-            assert self.session.flush()
-
-    def edit(self, percent: int, count: int) -> None:
-        self.tokens = [*self.tokens[: len(self.tokens) * percent // 100], *self.new(count)]
+            assert self.flush()
 
     def cancel(self, count: int, percent: int) -> None:
         """A prefill that stops at a look at its buffers; the prompt is another conversation's next turn."""
@@ -86,12 +61,12 @@ class Conversation:
         def after(run: Any, done: int) -> None:
             real(run, done)
             if done >= stop:
-                raise CancelledError
+                raise Cancelled
 
         self.session._after = after
         try:
             self.session.prefill(tokens, [len(self.tokens)])
-        except CancelledError:
+        except Cancelled:
             pass
         finally:
             del self.session._after
@@ -100,39 +75,11 @@ class Conversation:
         self.session.close(60.0 if orderly else 0.0)
         self.session = session_of(self.directory, self.family, **self.more)
 
-    def damage(self, which: int, how: str) -> None:
-        self.session.flush()
-        files = sorted(path for path in (self.directory / "objects").rglob("*") if path.is_file())
-        if not files:
-            return
-        path = files[which % len(files)]
-        if how == "remove":
-            path.unlink()
-            return
-        data = bytearray(path.read_bytes())
-        if how == "flip":
-            data[which % len(data)] ^= 1 + which % 255
-        else:
-            del data[len(data) // 2 :]
-        path.write_bytes(data)
+    def flush(self) -> bool:
+        return self.session.flush()
 
     def close(self) -> None:
         self.session.close()
-
-
-def hold(family: str, history: list[tuple[Any, ...]], **more: Any) -> int:
-    folder = Path(tempfile.mkdtemp(prefix="histories-"))
-    try:
-        conversation = Conversation(folder / "cache", family, **more)
-        for step in [*history, ("turn", 3, 2, True), ("restart", True), ("turn", 2, 3, True)]:
-            conversation.do(*step)
-        conversation.close()
-        return conversation.reused
-    finally:
-        shutil.rmtree(folder)
-
-
-slow = settings(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 
 
 @pytest.mark.parametrize("family", ["bailing_moe_linear", "gemma3_text"])
@@ -140,7 +87,7 @@ def test_a_few_histories(family):
     @given(histories)
     @settings(slow, max_examples=14, derandomize=True, phases=[Phase.explicit, Phase.generate])
     def few(history):
-        hold(family, history)
+        hold(Conversation, family, history)
 
     few()
 
@@ -166,7 +113,7 @@ def test_thousands_of_histories(family, more):
     @given(histories)
     @settings(slow, max_examples=400)
     def many(history):
-        hold(family, history, **more)
+        hold(Conversation, family, history, **more)
 
     many()
 
@@ -174,6 +121,7 @@ def test_thousands_of_histories(family, more):
 def test_a_history_that_touches_everything():
     """What the random ones may do, once each, and the restores that make them worth anything."""
     reused = hold(
+        Conversation,
         "bailing_moe_linear",
         [
             ("turn", 60, 3, True),

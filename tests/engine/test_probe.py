@@ -8,7 +8,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from families import build
 from kvstore import KVStoreError
-from kvstore_mlx.probe import probe
+from kvstore_mlx.probe import computes_by_piece, masks_left_padding, probe
 from kvstore_mlx.session import open_session
 from kvstore_mlx.spaces import UnsupportedModelError
 
@@ -86,3 +86,42 @@ def test_a_probe_leaves_nothing_behind():
     with open_session(None, model):
         pass
     assert mx.array_equal(model(mx.array([[1, 2, 3]]), cache=make_prompt_cache(model)), before).item()
+
+
+def test_blocks_of_keys_by_place_are_known_at_any_size():
+    """minimax_m3_vl as it is published sees all blocks of a short prompt, so that computing would show nothing."""
+    model = build("minimax_m3_vl")
+    for module in model.modules():
+        if hasattr(module, "index_block_size"):
+            module.index_block_size, module.index_topk_blocks = 128, 16
+    assert not masks_left_padding(model)
+
+
+def test_a_rope_that_stretches_is_known_by_its_class():
+    names = ("internlm2", "internlm2, dynamic", "internlm3", "internlm3, dynamic", "hunyuan")
+    assert [computes_by_piece(build(name)) for name in names] == [False, True, False, True, False]
+
+
+def test_every_class_of_rope_is_looked_at():
+    """One that a new release of mlx-lm brings is noticed here: may a prefix end within a piece of its prefill?"""
+    from mlx_lm.models import rope_utils
+
+    assert {name for name in vars(rope_utils) if name.endswith("RoPE")} == {
+        "DynamicNTKScalingRoPE",
+        "Llama3RoPE",
+        "ProportionalRoPE",
+        "SuScaledRoPE",
+        "YarnRoPE",
+    }
+
+
+def test_a_plan_knows_logits_and_what_a_fourth_token_fills():
+    model = build("deepseek_v41")
+
+    def forward(tokens, caches):
+        return model(mx.array([tokens]), cache=list(caches))[0, -1]
+
+    plan = probe(lambda: make_prompt_cache(model), forward)
+    assert (plan.logits.dtype, plan.logits.shape) == ("F32", (model.args.vocab_size,))
+    # A group of four closes.
+    assert "1.compress_kv" in {slot.name for slot in plan.later}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from engine_support import wait_saved
 from model_support import make_family
-from pair_support import INTERVAL, TOLERANCE, Pair
+from pair_support import INTERVAL, NO_MEMORY, TOLERANCE, Pair, assert_same
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "short window": ("gemma3_text", {"sliding_window": 48}),
@@ -27,6 +27,29 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "compressed": ("deepseek_v41", {}),
 }
 BATCHED = ["short window", "delta nets"]
+
+FAILING = """
+from mlx_lm import server
+from kvstore.cli import main
+
+make = server.make_logits_processors
+
+def failing(bias, *more):
+    left = int(bias.pop(90, 0)) if bias else 0
+
+    def processor(tokens, logits):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise RuntimeError("a processor fails")
+        return logits
+
+    return [*make(bias, *more), processor]
+
+server.make_logits_processors = failing
+main()
+"""
+"""A server on which a bias of n for token 90 makes a request fail at its n-th token."""
 
 SYSTEM = {
     "role": "system",
@@ -146,6 +169,27 @@ def test_a_cancelled_request_keeps_its_boundaries(pair, models, name, more):
     pair.wait(saved)
     answer = pair.ask(messages=messages(6, f"cancelled {name}"), model=models[name], max_tokens=4)
     assert answer.cached_tokens >= saved
+
+
+def test_a_failed_request_keeps_its_boundaries_and_nothing_of_its_answer(pair, models, serve, tmp_path):
+    """Alone, for a batch that fails takes mlx_lm.server's generation thread with it."""
+    name = "delta nets"
+    directory, request = tmp_path / "cache", {"messages": messages(6, "failed"), "max_tokens": 8, "seed": 3}
+    flags = (*NO_MEMORY, "--kv-cache-dir", str(directory), "--kv-cache-interval", str(INTERVAL))
+    server = serve(models[name], *flags, command=("-c", FAILING, "serve"))
+    # (mlx_lm.server then closes the connection.)
+    with pytest.raises(ConnectionError):
+        server.chat(**request, logit_bias={"90": 4})
+    assert "a processor fails" in server.log
+    saved = INTERVAL * 5
+    wait_saved(server, directory, saved)
+    answer = server.chat(**request)
+    assert answer.cached_tokens >= saved
+    assert_same(answer, pair.expected({**request, "model": models[name]}))
+    assert server.stop() == 0
+    again = serve(models[name], *flags).chat(**request)
+    assert again.cached_tokens == again.prompt_tokens - 1
+    assert again.logprobs == answer.logprobs
 
 
 @pytest.mark.parametrize("name", ["short window", "delta nets", "compressed"])

@@ -20,9 +20,11 @@ def other_llama(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("models") / "tiny-llama", TINY_LLAMA, seed=1)
 
 
-def test_a_draft_model(serve, tiny_llama, other_llama, tmp_path):
+@pytest.mark.parametrize("drafting", ["another", "itself"])
+def test_a_draft_model(serve, tiny_llama, other_llama, tmp_path, drafting):
+    """One whose tokens are hardly ever taken, and one of which all are: the model's own."""
     directory = tmp_path / "cache"
-    draft = ("--draft-model", str(other_llama), "--num-draft-tokens", "2")
+    draft = ("--draft-model", str(tiny_llama if drafting == "itself" else other_llama), "--num-draft-tokens", "2")
     expected = serve(tiny_llama, *draft).chat(conversation(1))
 
     server = serve(tiny_llama, *draft, "--kv-cache-dir", str(directory), *FLAGS)
