@@ -23,7 +23,7 @@ from kvstore.fsck.lineage import judge_lineage
 from kvstore.fsck.passes import Progress, read_folders, verify_blocks
 from kvstore.fsck.reading import FolderRead
 from kvstore.fsck.resume import Resume
-from kvstore.fsck.surroundings import check_namespaces, check_staging, check_top, count_quarantine
+from kvstore.fsck.surroundings import check_modes, check_namespaces, check_staging, check_top, count_quarantine
 from kvstore.fsck.tree import Folder, Misfits, folders
 from kvstore.fsck.values import Node, is_future, seen_of
 
@@ -80,6 +80,7 @@ class Inspection:
         check_namespaces(judge, {folder.namespace for folder in others if folder.namespace}, misfits)
         check_staging(judge, self.counts, misfits)
         count_quarantine(judge, self.counts, misfits)
+        check_modes(judge, misfits)
         self._judge_folders()
         self._judge_misfits()
         self._count_unnamed()

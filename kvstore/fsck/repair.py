@@ -11,16 +11,17 @@ A file is set aside by a rename under the publish lock, when it is still the fil
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 
 from kvstore.commit import free_quarantine
 from kvstore.context import Context, Owner
 from kvstore.directory import CACHEDIR_TAG, write_file
+from kvstore.eviction import PROTECT_NS, young
 from kvstore.fsck.findings import Action, Problem
 from kvstore.fsck.interval import restore_interval
 from kvstore.fsck.lineage import names_there
+from kvstore.fsck.surroundings import STAGED, newest
 from kvstore.fsck.values import is_future, seen_of
 from kvstore.layout import NodeName
 from kvstore.locks import publish_lock
@@ -41,8 +42,6 @@ _ROUND = 1024
 
 _PAUSE_S = 0.001
 """Given to waiting publishers between two holds of the lock."""
-
-_STAGED = re.compile(r"[0-9a-f]{1,16}")
 
 
 def repair(context: Context, problems: Sequence[Problem], settle_s: float, pause: Callable[[str], None]) -> None:
@@ -122,8 +121,12 @@ class _Repair:
         if owner is None or not owner.surely_gone():
             problem.left("left, because its process runs")
             return
+        # Looked at again: in a container the number of a process that is gone may be another's, who writes here now.
+        if young(newest(problem.path), 0, self._context.clock(), PROTECT_NS):
+            problem.left("left, because something was written there just now")
+            return
         for name in os.listdir(problem.path):
-            if _STAGED.fullmatch(name):
+            if STAGED.fullmatch(name):
                 self._fs.unlink(problem.path / name)
         self._fs.remove_dir(problem.path)
         problem.solved("removed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +15,14 @@ from kvstore.fsck.findings import Counts, Problem
 from kvstore.fsck.judging import Judge
 from kvstore.fsck.tree import WIDE, Misfits, entries
 from kvstore.keys import namespace_fingerprint
-from kvstore.layout import NAME_KEY_BYTES, Layout
+from kvstore.layout import NAME_KEY_BYTES, Layout, NodeName
 from kvstore.namespace import MAX_NAMESPACE_BYTES
 from kvstore.untrusted import JSON_ERRORS, parse
 
-__all__ = ["check_namespaces", "check_staging", "check_top", "count_quarantine"]
+__all__ = ["STAGED", "check_modes", "check_namespaces", "check_staging", "check_top", "count_quarantine", "newest"]
+
+STAGED = re.compile(r"[0-9a-f]{1,16}")
+"""What a process calls a file in its staging folder."""
 
 TAG_SIGNATURE = CACHEDIR_TAG.partition(b"\n")[0]
 _TAG_LIMIT = 1 << 16
@@ -72,13 +76,11 @@ _ABSENT = "It is not there, so nobody can tell what the namespace is; its engine
 
 def _description_trouble(judge: Judge, path: Path, namespace: str) -> str:
     try:
-        data, status = judge.context.fs.read_file(path, MAX_NAMESPACE_BYTES)
+        data, _ = judge.context.fs.read_file(path, MAX_NAMESPACE_BYTES)
     except FileNotFoundError:
         return _ABSENT
     except OSError as error:
         return f"It cannot be read: {error.strerror}."
-    if status.st_mode & WIDE:
-        judge.wide_files(path, 1)
     try:
         document = parse(data)
         fingerprint = bytes.fromhex(document["fingerprint"])
@@ -91,6 +93,44 @@ def _description_trouble(judge: Judge, path: Path, namespace: str) -> str:
     return ""
 
 
+def check_modes(judge: Judge, misfits: Misfits) -> None:
+    """Who may read what is no object: descriptions, quotas, counters, locks, and what is staged or was set aside.
+
+    (Objects are looked at where they are read.)
+    """
+    layout = judge.layout
+    for path in (layout.config, layout.tag, *_beside_objects(layout, misfits)):
+        try:
+            mode = os.lstat(path).st_mode
+        except OSError:
+            continue
+        if stat.S_ISREG(mode) and mode & WIDE:
+            judge.wide_files(path, 1)
+
+
+def _beside_objects(layout: Layout, misfits: Misfits) -> Iterator[Path]:
+    """Files of ours, most of them small, that lie nowhere below objects/."""
+    locks = layout.lock("publish"), layout.lock("gc")
+    yield from (path for path in _paths(locks[0].parent, misfits) if path in locks)
+    yield from (path for path in _paths(layout.namespaces, misfits) if Layout.describes_namespace(path.name))
+    yield from (path for path in _paths(layout.stats, misfits) if path.suffix == ".json")
+    yield from (path for path in _paths(layout.quarantine, misfits) if _was_object(path.name))
+    for folder in _paths(layout.tmp, misfits):
+        if Owner.parse(folder.name) is not None and not folder.is_symlink():
+            inside = Misfits()  # another process's, which may go at any time
+            yield from (path for path in _paths(folder, inside) if STAGED.fullmatch(path.name))
+            misfits.wide += inside.wide
+
+
+def _was_object(name: str) -> bool:
+    """Whether a file in quarantine was a manifest or a block: it keeps its name behind the time it was set aside at."""
+    return any(NodeName.is_file_name(each) or Layout.is_block_name(each) for each in (name, name.partition(".")[2]))
+
+
+def _paths(folder: Path, misfits: Misfits) -> list[Path]:
+    return [folder / entry.name for entry in entries(folder, misfits)]
+
+
 def check_staging(judge: Judge, counts: Counts, misfits: Misfits) -> None:
     """Folders that killed processes left behind. As for gc, one must have rested: process numbers may be reused."""
     layout = judge.layout
@@ -101,12 +141,12 @@ def check_staging(judge: Judge, counts: Counts, misfits: Misfits) -> None:
             continue
         counts.staging += 1
         path = layout.tmp / entry.name
-        if owner.surely_gone() and not young(_newest(path), 0, judge.now_ns, PROTECT_NS):
+        if owner.surely_gone() and not young(newest(path), 0, judge.now_ns, PROTECT_NS):
             sentence = f"Process {owner.pid} that wrote here is gone."
             judge.problems.append(Problem("note", "staging-stale", path, sentence, "staging"))
 
 
-def _newest(folder: Path) -> int:
+def newest(folder: Path) -> int:
     """The latest time of a folder and what is in it."""
     times = [0]
     for path in (folder, *_inside(folder)):

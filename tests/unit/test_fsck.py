@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +48,8 @@ from kvstore.fsck.values import Reader
 from kvstore.keys import block_digest, checksum, pack_tokens
 from kvstore.layout import Layout
 from kvstore.manifest import BlockRef, decode
+from kvstore.quotas import write_quota
+from kvstore.stats import StatsFile
 
 
 @pytest.fixture(scope="module")
@@ -444,6 +447,53 @@ def test_shared_directories_may_be_open(tmp_path):
     assert codes(run(root)) == [("note", "modes-wide")]
 
 
+def lying_around(root: Path) -> dict[str, Path]:
+    """One of every kind of file, and of folders, that is no object and below none."""
+    with open_store(root, None) as store:
+        write_quota(store.context, INFO.id, 1 << 40)
+        counters = StatsFile(store.context)
+        counters.add(requests=1)
+        counters.flush()
+    staged = staging(root, os.getpid())
+    aside = root / "quarantine" / f"1.{'0' * 32}"
+    aside.write_bytes(b"x")
+    (stats,) = (root / "stats").iterdir()
+    locks = root / "locks"
+    (locks / "gc.lock").touch()
+    found = {
+        "kvstore.json": root / "kvstore.json",
+        "CACHEDIR.TAG": root / "CACHEDIR.TAG",
+        "description": description(root),
+        "quota": root / "namespaces" / f"{INFO.id}.quota",
+        "stats": stats,
+        "publish.lock": locks / "publish.lock",
+        "gc.lock": locks / "gc.lock",
+        "set aside": aside,
+        "staged": next(staged.iterdir()),
+        "stats folder": stats.parent,
+        "locks folder": locks,
+        "staging folder": staged,
+    }
+    for path in found.values():
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    return found
+
+
+@pytest.mark.parametrize("name", ["kvstore.json", "CACHEDIR.TAG", "description", "quota", "stats", "publish.lock",
+    "gc.lock", "set aside", "staged", "stats folder", "locks folder", "staging folder"])  # fmt: skip
+def test_what_lies_beside_the_objects_is_not_open_to_others_either(root, name):
+    path = lying_around(root)[name]
+    report = run(root)
+    assert (report.findings, report.counts.wide) == ((), 0)
+    path.chmod(path.stat().st_mode | 0o044)
+    report = run(root)
+    assert [(finding.code, finding.path) for finding in report.findings] == [
+        ("modes-wide", str(path.relative_to(root)))
+    ]
+    assert report.counts.wide == 1
+    assert run(root, fs=replace(FAST, private=False)).findings == ()
+
+
 def test_a_header_that_is_known_is_still_compared_with_the_size(root):
     """Headers that were found good are not parsed again; what they are good for is a file of that size."""
     path = node(root, LONG)
@@ -577,6 +627,7 @@ def staging(root: Path, pid: int, boot: str | None = None) -> Path:
     folder = root / "tmp" / f"{me.host}.{boot or me.boot}.{pid}.0123abcd"
     folder.mkdir(mode=0o700)
     (folder / "1f").write_bytes(b"half")
+    (folder / "1f").chmod(0o600)
     return folder
 
 
@@ -604,6 +655,22 @@ def test_staging_whose_process_is_there_again_stays(root, monkeypatch):
     (finding,) = run(root, repair=True, pause=come_back).findings
     assert finding.repair == "left, because its process runs"
     assert (folder / "1f").exists()
+
+
+def test_staging_that_is_written_to_again_before_its_repair_stays(root):
+    """In a container the number of a process that is gone may be another's, on a machine of the same name."""
+    folder = staging(root, gone_pid())
+    assert codes(run(root)) == [("note", "staging-stale")]
+
+    def pause(point: str) -> None:
+        if point == "repairing":
+            later = time.time_ns() + LATER
+            (folder / "2").write_bytes(b"being written")
+            os.utime(folder / "2", ns=(later, later))
+
+    (finding,) = run(root, repair=True, pause=pause).findings
+    assert (finding.corrected, finding.repair) == (False, "left, because something was written there just now")
+    assert folder.exists()
 
 
 def test_stale_staging_with_something_else_in_it_stays(root):
