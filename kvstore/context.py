@@ -9,18 +9,21 @@ import os
 import platform
 import re
 import secrets
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TypeAlias
 
+from kvstore import macos
 from kvstore.fs import FileSystem
 from kvstore.keys import Key, root_key
 from kvstore.layout import NAME_KEY_BYTES, Layout
 from kvstore.namespace import NamespaceInfo
+from kvstore.pacing import Pace
 
 __all__ = ["Clock", "Context", "Counters", "Owner", "Space", "Staging", "this_process"]
 
@@ -99,10 +102,23 @@ class Owner:
 def this_process() -> Owner:
     """This process as an owner."""
     host = re.sub(r"[^a-z0-9_-]", "_", platform.node().lower())[:40] or "localhost"
-    boot = "0"
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
-    return Owner(host, boot, os.getpid())
+    return Owner(host, _boot(), os.getpid())
+
+
+@cache
+def _boot() -> str:
+    """What tells this run of the system from those before it, whose process numbers mean nothing any more; "0" where
+    nothing does.
+    """
+    try:
+        if sys.platform == "darwin":
+            found = macos.boot_session()
+        else:
+            found = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return "0"
+    digits = found.strip().replace("-", "").lower()
+    return digits if re.fullmatch("[0-9a-f]{1,32}", digits) else "0"
 
 
 class Staging:
@@ -154,7 +170,8 @@ class Context:
 
     damaged: block and manifest paths that this process found damaged. They stay where they are until a publish holds
     the right bytes and replaces them; a reader never changes the directory (a copy into it may still be under way).
-    recent: manifests that this process restored or published, and when; a collection leaves the newest alone.
+    recent: manifests that this process restored or published, and when; a collection leaves the newest alone. pace: how
+    much of its time a publish may take.
     """
 
     layout: Layout
@@ -165,6 +182,7 @@ class Context:
     counters: Counters = field(default_factory=Counters)
     damaged: set[Path] = field(default_factory=set)
     recent: dict[Path, int] = field(default_factory=dict)
+    pace: Pace = field(default_factory=Pace)
 
     def note_use(self, path: Path) -> None:
         """Remember that this process used a manifest just now; the oldest are forgotten beyond some thousands."""

@@ -1,4 +1,4 @@
-"""Backups pass a cache directory over: Time Machine by an attribute, as a fake system call sees it."""
+"""What is asked of macOS, as fake system calls see it: backups pass a directory over, and a boot has a name."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 from core_support import INFO, open_store, prompt, restore, spans
 
 from kvstore import Durability, FileSystem
+from kvstore import context as context_module
+from kvstore.context import Owner, this_process
 
 NAME = b"com.apple.metadata:com_apple_backup_excludeItem"
 
@@ -97,3 +99,47 @@ def test_elsewhere_nothing_is_called(library, monkeypatch):
     monkeypatch.setattr("sys.platform", "linux")
     FileSystem().exclude_from_backup(Path("/x"))
     assert other.calls == []
+
+
+UUID = b"5E1F0C2A-0B1D-4C3E-9F00-AABBCCDDEEFF"
+
+
+class Sysctl:
+    """The C library of a Mac, for its other call."""
+
+    def __init__(self, value: bytes = UUID, result: int = 0) -> None:
+        def sysctlbyname(name, into, size, new, length):
+            assert (name, new, length) == (b"kern.bootsessionuuid", None, 0)
+            assert size._obj.value >= len(value) + 1
+            into.value = value
+            return result
+
+        self.sysctlbyname = sysctlbyname
+
+
+@pytest.fixture
+def fresh_boot():
+    context_module._boot.cache_clear()
+    yield
+    context_module._boot.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("found", "boot"),
+    [
+        (Sysctl(), "5e1f0c2a0b1d4c3e9f00aabbccddeeff"),
+        (Sysctl(result=-1), "0"),
+        (Sysctl(b"not a uuid"), "0"),
+        (Sysctl(b""), "0"),
+        (object(), "0"),
+    ],
+    ids=["a name", "refused", "no name", "empty", "no such call"],
+)
+def test_a_boot_of_macos_has_a_name(library, fresh_boot, found, boot):
+    library(found)
+    me = this_process()
+    assert me.boot == boot
+    assert Owner.parse(f"{me.host}.{me.boot}.{me.pid}.01234567") == me
+    # A process of a boot before this one is gone, whoever has its number now.
+    assert Owner(me.host, "1" * 32, me.pid).surely_gone()
+    assert not me.surely_gone()
