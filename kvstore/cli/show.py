@@ -38,6 +38,7 @@ from kvstore.cli.app import (
     sentences,
 )
 from kvstore.cli.common import plain, say
+from kvstore.cli.tokenizers import tokenizer_of
 from kvstore.cli.words import Words
 from kvstore.errors import KVStoreError
 from kvstore.prefix import Part, Prefix, StateInfo, find_prefix
@@ -61,15 +62,20 @@ def show(
         ),
     ],
     *,
-    text: Annotated[bool, typer.Option("--text", help="Print what its tokens say; needs --tokenizer.")] = False,
+    text: Annotated[bool, typer.Option("--text", help="Print what its tokens say.")] = False,
     tokenizer: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="A model's folder, or another with its tokenizer.json.")
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="The folder of the model, or of its tokenizer.json, for --text. Without it the model's name is looked for "
+            "here and among this machine's downloads from the Hugging Face hub.",
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show one saved prefix: its nodes, their blocks and boundary states, and with --text its words."""
-    if text != (tokenizer is not None):
-        raise typer.BadParameter("--text and --tokenizer FOLDER go together")
+    if tokenizer is not None and not text:
+        raise typer.BadParameter("--tokenizer FOLDER goes with --text")
     if len(names) > 2:
         raise typer.BadParameter("name a cache directory and a key, or a key alone")
     directory, key = (named(names[0]) if len(names) > 1 else None), names[-1]
@@ -81,7 +87,9 @@ def show(
             found = find_prefix(store.context, key)
         except OSError as error:
             raise unavailable(store.path, error) from error
-        words = None if tokenizer is None else Words(tokenizer, "--text").decode(list(found.tokens))
+        words = None
+        if text:
+            words = Words(tokenizer or tokenizer_of(found.label), "--text").decode(list(found.tokens))
         if as_json:
             document = {"directory": str(store.path), **_document(found)}
             print_json(document if words is None else {**document, "text": words})

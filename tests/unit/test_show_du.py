@@ -211,9 +211,9 @@ def test_the_text_is_decoded_by_a_tokenizer(talk):
 
 def test_text_without_the_package_a_file_or_an_option_is_one_sentence(talk, monkeypatch):
     key = key_of(talk, TOKENS)
-    code, _, err = invoke("show", talk.path, key, "--text")
+    code, _, err = invoke("show", talk.path, key, "--tokenizer", talk.path)
     assert code == 2
-    assert "go together" in err
+    assert "goes with --text" in err
     code, out, err = invoke("show", talk.path, key, "--text", "--tokenizer", talk.path)
     assert (code, out) == (1, "")
     assert "name the folder of the model" in " ".join(err.split())
@@ -225,6 +225,79 @@ def test_text_without_the_package_a_file_or_an_option_is_one_sentence(talk, monk
     code, _, err = invoke("show", talk.path, key, "--text", "--tokenizer", talk.path.parent)
     assert code == 1
     assert "pip install tokenizers" in " ".join(err.split())
+
+
+@pytest.fixture
+def hub(talk, monkeypatch):
+    """An empty cache of the hub, and the directory's label a name that could be there."""
+    path = talk.context.layout.namespace_file(talk.namespace(INFO).id)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "label": "Small-1B-4bit"}))
+    hub = talk.path.parent / "huggingface" / "hub"
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HF_HOME", str(hub.parent))
+    monkeypatch.chdir(talk.path.parent)
+    return hub
+
+
+def downloaded(hub: Path, folder: str, commit: str = "0123abcd", more: str = "") -> Path:
+    """A model as a download leaves it: a snapshot of links, and which one is the newest."""
+    snapshot = hub / folder / "snapshots" / commit
+    (hub / folder / "blobs").mkdir(parents=True)
+    (hub / folder / "refs").mkdir()
+    snapshot.mkdir(parents=True)
+    blob = hub / folder / "blobs" / "f00"
+    blob.write_text((hub.parent.parent / "model" / "tokenizer.json").read_text() + more)
+    (snapshot / "tokenizer.json").symlink_to(blob)
+    (hub / folder / "refs" / "main").write_text(commit)
+    return snapshot
+
+
+@pytest.mark.parametrize("how", ["HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "no owner", "two alike", "a folder"])
+def test_the_tokenizer_is_found_by_the_model_s_name(talk, hub, monkeypatch, how):
+    key = says(talk, "What is a KV cache?")
+    if how == "a folder":
+        (talk.path.parent / "model").rename(talk.path.parent / "Small-1B-4bit")
+    else:
+        downloaded(hub, "models--Small-1B-4bit" if how == "no owner" else "models--mlx-community--Small-1B-4bit")
+        downloaded(hub, "models--mlx-community--Small-1B-4bit-more", more=" ")
+        downloaded(hub, "datasets--mlx-community--Small-1B-4bit", more=" ")
+    if how == "two alike":
+        downloaded(hub, "models--another--Small-1B-4bit")
+    elif how == "HF_HUB_CACHE":
+        monkeypatch.setenv("HF_HOME", "/nowhere")
+        monkeypatch.setenv("HF_HUB_CACHE", str(hub))
+    elif how == "XDG_CACHE_HOME":
+        monkeypatch.delenv("HF_HOME")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(hub.parent.parent))
+    code, out, err = invoke("show", talk.path, key, "--text")
+    assert (code, err) == (0, "")
+    assert out.endswith("What is a KV cache?\n")
+
+
+def test_a_tokenizer_that_is_not_here_is_asked_for(talk, hub):
+    key = says(talk, "What is a KV cache?")
+    code, out, err = invoke("show", talk.path, key, "--text")
+    assert (code, out) == (1, "")
+    assert "no tokenizer of 'Small-1B-4bit'" in " ".join(err.split())
+    assert "--tokenizer FOLDER" in " ".join(err.split())
+    downloaded(hub, "models--one--Small-1B-4bit")
+    downloaded(hub, "models--two--Small-1B-4bit", more=" ")
+    code, _, err = invoke("show", talk.path, key, "--text")
+    assert code == 1
+    assert "different tokenizers" in err
+
+
+@pytest.mark.parametrize("label", ["..", ".", "", "/etc", "../model", "a/../model", "mod\0el", "model\n"])
+def test_a_label_is_no_path(talk, hub, label):
+    """Whoever writes into the directory writes labels."""
+    key = says(talk, "What is a KV cache?")
+    (talk.path.parent / "tokenizer.json").write_text("{}")
+    path = talk.context.layout.namespace_file(talk.namespace(INFO).id)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "label": label}))
+    code, _, err = invoke("show", talk.path, key, "--text")
+    assert code == 1
+    assert "no tokenizer of" in err
 
 
 def test_the_package_is_not_imported_without_text(talk):
