@@ -67,8 +67,8 @@ def show(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="The folder of the model, or of its tokenizer.json, for --text. Without it the model's name is looked for "
-            "here and among this machine's downloads from the Hugging Face hub.",
+            help="The folder of the model, or of its tokenizer.json, for --text. Without it the model's name is looked "
+            "for here and among this machine's downloads from the Hugging Face hub.",
         ),
     ] = None,
     as_json: JsonOption = False,
