@@ -244,11 +244,11 @@ class _Collection:
 
     def _remove_orphans(self, found: Scan, marks: Marks) -> None:
         """Remove blocks that no manifest names, once they are past grace, and unless a manifest that could not be read
-        may name them: one that changed within the day, or one of a newer version.
+        may name them: one that changed within the day, one of a newer version, or those in a hidden folder.
         """
         orphans = [block for digest, block in found.blocks.items() if digest not in marks.named]
         old = [block for block in orphans if not young(block.mtime_ns, block.ctime_ns, self._now, GRACE_NS)]
-        if any(
+        if found.tally.hidden or any(
             node.unreadable == "newer" or young(node.file.mtime_ns, node.file.ctime_ns, self._now, GRACE_NS)
             for node in marks.unreadable
         ):

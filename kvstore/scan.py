@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from kvstore.context import Context, Owner
+from kvstore.folding import is_hidden, known_as
 from kvstore.fs import allocated_bytes
 from kvstore.layout import FANOUT, Kind, Layout, NodeName
 
@@ -130,10 +131,14 @@ class SetAside(NamedTuple):
 
 @dataclass(slots=True)
 class Tally:
-    """What a pass adds up on its way. allocated: bytes on disk, folders included. foreign: files that are not ours."""
+    """What a pass adds up on its way. allocated: bytes on disk, folders included. foreign: files that are not ours.
+
+    hidden: folders of manifests, among the foreign, that only a lookup where case is folded would find.
+    """
 
     allocated: int = 0
     foreign: int = 0
+    hidden: int = 0
 
 
 @dataclass(slots=True)
@@ -214,9 +219,10 @@ def nodes(layout: Layout, tally: Tally) -> Iterator[NodeFile]:
     """
     is_node, new = NodeName.is_file_name, NodeFile._make
     for entry in _entries(layout.nodes, tally):
-        namespace = entry.name
-        if not Layout.is_namespace_id(namespace) or not _is_folder(entry, layout.nodes):
+        namespace = known_as(entry, layout.nodes, Layout.is_namespace_id)
+        if namespace is None or not _is_folder(entry, layout.nodes):
             _count_foreign(entry, layout.nodes, tally)
+            tally.hidden += is_hidden(entry, Layout.is_namespace_id)
             continue
         for folder in _fanout(layout.nodes / namespace, tally, links_are_errors=True):
             start = folder.name
@@ -234,8 +240,8 @@ def appeared(layout: Layout, known: Sequence[NodeFile]) -> list[NodeFile]:
         names.setdefault(file.namespace, set()).add(file.file)
     found = []
     for entry in _entries(layout.nodes, Tally()):
-        namespace = entry.name
-        if not Layout.is_namespace_id(namespace) or not _is_folder(entry, layout.nodes):
+        namespace = known_as(entry, layout.nodes, Layout.is_namespace_id)
+        if namespace is None or not _is_folder(entry, layout.nodes):
             continue
         old = names.get(namespace, set())
         for folder in _fanout(layout.nodes / namespace, Tally(), links_are_errors=True):
@@ -246,12 +252,14 @@ def appeared(layout: Layout, known: Sequence[NodeFile]) -> list[NodeFile]:
 
 
 def _fanout(above: Path, tally: Tally, *, links_are_errors: bool) -> Iterator[Path]:
-    """The two-digit folders below a folder."""
+    """The two-digit folders below a folder; links_are_errors for those of manifests."""
     for entry in _entries(above, tally):
-        if entry.name not in _FANOUT or not _is_folder(entry, above, links_are_errors=links_are_errors):
+        name = known_as(entry, above, _FANOUT.__contains__)
+        if name is None or not _is_folder(entry, above, links_are_errors=links_are_errors):
             _count_foreign(entry, above, tally)
+            tally.hidden += links_are_errors and is_hidden(entry, _FANOUT.__contains__)
         else:
-            yield above / entry.name
+            yield above / name
 
 
 def _is_folder(entry: os.DirEntry[str], above: Path, *, links_are_errors: bool = True) -> bool:

@@ -170,7 +170,9 @@ class Inspection:
             self._judge.blocked(path)
         for path, error in misfits.failed:
             self._judge.unreadable(path, error)
-        misfits.blocked, misfits.failed = [], []
+        for path in misfits.hidden:
+            self._judge.hidden(path)
+        misfits.blocked, misfits.failed, misfits.hidden = [], [], []
 
     def _judge_misfits(self) -> None:
         judge, misfits = self._judge, self._misfits

@@ -75,6 +75,11 @@ class Judge:
         sentence = "A folder belongs here, not a file or a link (kvstore does not follow it): put a folder here."
         self._unseen(Problem("error", "folder-blocked", path, sentence))
 
+    def hidden(self, path: Path) -> None:
+        """A folder that no reader finds. Never touched: what is in it may be in the right one, too."""
+        sentence = "Its name is in capitals, so no reader looks into it: give it the same name in small letters."
+        self._unseen(Problem("error", "folder-hidden", path, sentence))
+
     def _unseen(self, problem: Problem) -> None:
         """Report once what could not be looked at, in however many ways it was tried."""
         if problem.path not in self._not_seen:

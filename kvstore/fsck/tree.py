@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
+from kvstore.folding import is_hidden, known_as
 from kvstore.layout import FANOUT, Layout, NodeName
 
 __all__ = ["WIDE", "Folder", "Misfits", "ObjectKind", "entries", "folders"]
@@ -39,7 +40,7 @@ class Misfits:
 
     strays: files with a name of ours in a folder where no reader looks. odd: links, folders and the like with a name of
     ours in the right folder. blocked: files and links where a folder belongs. failed: folders that could not be listed.
-    wide: folders that others may enter.
+    wide: folders that others may enter. hidden: folders that no reader finds, because their names are in capitals.
     """
 
     strays: list[Path] = field(default_factory=list)
@@ -47,6 +48,7 @@ class Misfits:
     blocked: list[Path] = field(default_factory=list)
     failed: list[tuple[Path, OSError]] = field(default_factory=list)
     wide: list[Path] = field(default_factory=list)
+    hidden: list[Path] = field(default_factory=list)
     foreign: int = 0
 
 
@@ -57,22 +59,18 @@ def folders(layout: Layout, kind: ObjectKind, misfits: Misfits) -> Iterator[Fold
         yield from _fanout(kind, above, "", misfits)
         return
     for entry in entries(above, misfits):
-        if Layout.is_namespace_id(entry.name):
-            if _is_folder(entry, above, misfits):
-                yield from _fanout(kind, above / entry.name, entry.name, misfits)
-        else:
-            misfits.foreign += 1
+        namespace = _name(entry, above, Layout.is_namespace_id, misfits)
+        if namespace is not None and _is_folder(entry, above, misfits):
+            yield from _fanout(kind, above / namespace, namespace, misfits)
 
 
 def _fanout(kind: ObjectKind, above: Path, namespace: str, misfits: Misfits) -> Iterator[Folder]:
     ours = NodeName.is_file_name if kind == "nodes" else Layout.is_block_name
     for entry in entries(above, misfits):
-        if entry.name not in _FANOUT:
-            misfits.foreign += 1
+        start = _name(entry, above, _FANOUT.__contains__, misfits)
+        if start is None or not _is_folder(entry, above, misfits):
             continue
-        if not _is_folder(entry, above, misfits):
-            continue
-        start, folder, names = entry.name, above / entry.name, []
+        folder, names = above / start, []
         for file in entries(folder, misfits):
             name = file.name
             if not ours(name):
@@ -84,6 +82,16 @@ def _fanout(kind: ObjectKind, above: Path, namespace: str, misfits: Misfits) -> 
             else:
                 misfits.odd.append(folder / name)
         yield Folder(kind, str(folder), namespace, names)
+
+
+def _name(entry: os.DirEntry[str], above: Path, is_ours: Callable[[str], bool], misfits: Misfits) -> str | None:
+    """The name by which readers find a folder of ours; None for what is not ours, or hidden from them."""
+    name = known_as(entry, above, is_ours)
+    if name is None and is_hidden(entry, is_ours):
+        misfits.hidden.append(above / entry.name)
+    elif name is None:
+        misfits.foreign += 1
+    return name
 
 
 def _is_folder(entry: os.DirEntry[str], above: Path, misfits: Misfits) -> bool:

@@ -8,10 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from core_support import open_store
-from gc_support import DAY, TENANT, ahead, blocks, manifests, prompt, publish, space_of, state
+from core_support import INFO, open_store
+from gc_support import DAY, TENANT, ahead, blocks, manifests, prompt, publish, restore, space_of, state
 
 import kvstore.scan as scanning
+from kvstore.fsck import ExitCode, check
 from kvstore.gc import collect
 from kvstore.layout import FANOUT, Layout, NodeName
 from kvstore.scan import appeared, free_bytes, scan, usage
@@ -280,3 +281,70 @@ def test_node_names_are_cut_as_the_layout_parses_them():
             name,
         )
         assert file.path(Layout(Path("/x"))) == Layout(Path("/x")).node("0" * 32, name, kind)
+
+
+def in_capitals(store) -> tuple[Path, Path]:
+    """Give a folder of manifests, with a letter in its name, that name in capitals; before and after."""
+    folder = next(path.parent for path in manifests(store.path) if not path.parent.name.isdigit())
+    return folder, folder.rename(folder.with_name(folder.name.upper()))
+
+
+@pytest.mark.parametrize("which", ["fan-out", "namespace"])
+def test_blocks_of_manifests_that_no_lookup_finds_stay(tmp_path, which):
+    """Where case counts, a folder in capitals is not ours; but its manifests are, as soon as it has its name back."""
+    with filled(tmp_path / "s") as store:
+        before, after = in_capitals(store)
+        if which == "namespace":
+            after.rename(before)
+            before, after = before.parent, before.parent.rename(before.parent.with_name(before.parent.name.upper()))
+        known = blocks(store.path)
+        found = scan(store.context)
+        assert (found.tally.foreign, found.tally.hidden) == (1, 1)
+        with ahead(store.path, 2 * DAY) as later:
+            report = collect(later.context)
+            assert (report.error, report.blocks, report.orphans) == ("", 0, 0)
+            assert report.waiting > 0
+            (finding,) = (each for each in check(later.context).findings if each.severity == "error")
+            assert (finding.code, finding.path) == ("folder-hidden", str(after.relative_to(store.path)))
+            assert check(later.context, repair=True).exit_code == ExitCode.LEFT
+        assert blocks(store.path) == known
+        after.rename(before)
+        with ahead(store.path, 2 * DAY) as later:
+            assert check(later.context, read_data=True).exit_code == ExitCode.CLEAN
+            assert restore(later.namespace(INFO), prompt(40)).tokens == 40
+
+
+def test_where_case_is_folded_a_folder_in_capitals_is_ours(tmp_path, monkeypatch):
+    """Shown here by pretending: the system calls take small letters for capitals."""
+    with filled(tmp_path / "s") as store:
+        known = scan(store.context)
+        before, after = in_capitals(store)
+
+        def folding(real):
+            def call(path, *arguments, **named):
+                if isinstance(path, str | os.PathLike) and str(path).startswith(str(before)):
+                    path = str(path).replace(str(before), str(after), 1)
+                return real(path, *arguments, **named)
+
+            return call
+
+        for name in ("open", "stat", "lstat", "listdir", "utime", "unlink"):
+            monkeypatch.setattr(os, name, folding(getattr(os, name)))
+        found = scan(store.context)
+        assert (found.tally.foreign, found.tally.hidden) == (0, 0)
+        assert sorted(file.file for file in found.nodes) == sorted(file.file for file in known.nodes)
+        assert appeared(store.context.layout, known.nodes) == []
+        assert [file.file for file in appeared(store.context.layout, [])] == [file.file for file in found.nodes]
+        assert restore(space_of(store), prompt(40)).tokens == 40
+        with ahead(store.path, 2 * DAY) as later:
+            assert check(later.context, read_data=True).exit_code == ExitCode.CLEAN
+            report = collect(later.context)
+            assert (report.error, report.orphans, report.waiting) == ("", 0, 0)
+
+
+@pytest.mark.parametrize("kind", ["blocks", "tokens"])
+def test_a_folder_of_blocks_in_capitals_is_foreign_and_keeps_nothing(tmp_path, kind):
+    with filled(tmp_path / "s") as store:
+        (store.context.layout.blocks.parent / kind / "AB").mkdir()
+        found = scan(store.context)
+        assert (found.tally.foreign, found.tally.hidden) == (1, 0)
