@@ -7,11 +7,24 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["COMMON", "FAMILIES", "SEEDS", "SPECIAL_WEIGHTS", "UNBUILDABLE", "VARIANTS", "VOCABULARY", "WINDOW"]
+__all__ = [
+    "COMMON",
+    "FAMILIES",
+    "POSITIONS",
+    "SEEDS",
+    "SPECIAL_WEIGHTS",
+    "UNBUILDABLE",
+    "VARIANTS",
+    "VOCABULARY",
+    "WINDOW",
+]
 
 VOCABULARY = 160
 WINDOW = 32
 """Tokens of a sliding window, and of a chunk of chunked attention: several of them fit in a test's prompt."""
+
+POSITIONS = 320
+"""Beyond them a dynamic rope rotates by the length at which a piece ends; a test's second turn is."""
 
 _LAYERS = 4
 _HIDDEN = 128
@@ -175,8 +188,7 @@ _BY_TYPE = {
 }
 _LLAMA_4_SCALING = {**_YARN, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
 _DELTA_ATTENTION = {"kda_layers": [1, 3], "num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4}
-_SHORT_POSITIONS = {"max_position_embeddings": 64}
-"""Beyond them a dynamic rope rotates by the length at which a piece ends."""
+_FEW_POSITIONS = {"max_position_embeddings": POSITIONS}
 _NO_POSITION = {"attention": {"no_op": True}, "ffn": {"ffn_mult": 0.5}}
 _GROUPED = {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 0.5}}
 _GEMMA_4 = {
@@ -397,8 +409,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """What a family needs besides; "text_config" holds the fields of the language model where they lie in one."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "internlm2, dynamic": ("internlm2", {**_SHORT_POSITIONS, "rope_scaling": {"type": "dynamic", "factor": 4.0}}),
-    "internlm3, dynamic": ("internlm3", {**_SHORT_POSITIONS, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
+    "internlm2, dynamic": ("internlm2", {**_FEW_POSITIONS, "rope_scaling": {"type": "dynamic", "factor": 4.0}}),
+    "internlm3, dynamic": ("internlm3", {**_FEW_POSITIONS, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
     "llama, sliding": ("llama", {"layer_types": _MIXED}),
     "ministral3, sliding": ("ministral3", {"layer_types": _MIXED, "rope_parameters": _LLAMA_4_SCALING}),
     "mamba, norms": ("mamba", {"use_bcdt_rms": True}),

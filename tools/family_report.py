@@ -127,9 +127,9 @@ rotates and crosses all of them.
 
 **result** counts what gave the same 12 greedy tokens and the same bits of all their logits as an uninterrupted run
 whose prefill has the same cuts: without a directory, first write, repeat, restart in a new process, appended turn, a
-prompt that leaves another inside a chunk, at a chunk's end, one token before it and one after it, prompts shorter than
-a chunk; and a control (the first token of the prompt, and what each single cache holds, change the logits, and the
-output does not repeat itself). After the restart each prompt runs twice, so that what was written after a restore is
+prompt that leaves another inside a chunk, at a chunk's end, one token before it and one after it, one that leaves the
+appended turn, prompts shorter than a chunk; and a control (the first token of the prompt, and what each single cache
+holds, change the logits, and the output does not repeat itself). After the restart each prompt runs twice, so that what was written after a restore is
 restored too, and the number of restored tokens must be the expected one. **kv-bits** repeats all of it with caches
 quantized to 4 and 8 bits. **batch of 4** compares the tokens of four prompts of unequal lengths in one batch: plain
 mlx-lm, everything saved, and everything restored. **kept of batches** looks at what memory and disk have afterwards of
@@ -146,8 +146,8 @@ memory or on disk, that the padding of such a family has reached: "not with long
 up to the longest of a batch, "not beside a longer one" of what is answered behind padding.
 
 Families that resume **at any token** are cut where a prompt differs, from 64 tokens into a chunk on. The others resume
-**at states**: chunk borders, the end of a prompt, the end of an answer. So do models whose rope stretches with the
-length of a prompt ("dynamic"): their rows depend on where the piece ended that computed them, also on those that mlx-lm
-cuts in memory, which kvstore leaves out. "-" is what mlx-lm does not do with a family; with --kv-bits it quantizes
-entries that are a KVCache, and fails where one is a RotatingKVCache.
+**at states**: chunk borders, the end of a prompt, the end of an answer. Of a model whose rope stretches with the
+prompt ("dynamic") nothing is saved of more tokens than its limit, and nothing longer in memory is cut: beyond it rows
+depend on where the piece ended that computed them. "-" is what mlx-lm does not do with a family; with --kv-bits it
+quantizes entries that are a KVCache, and fails where one is a RotatingKVCache.
 """

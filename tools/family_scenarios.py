@@ -20,6 +20,7 @@ from mlx_lm.generate import generate_step
 from family_runs import STEP, Answer, Quantized, Uninterrupted, difference, forward, greedy, tokens_of
 from kvstore.fs import Durability
 from kvstore_mlx.plan import leaves_of
+from kvstore_mlx.probe import stretches_beyond
 from kvstore_mlx.session import Session, open_session
 
 __all__ = [
@@ -140,23 +141,42 @@ def _references(
     quantized = run.quantized
     turn = _turn(expected)
     talk = run.resumed(run.count) if not stateful else run
+    answered = talk.resumed(talk.count)
     yield "appended turn", talk.prefill(turn, cuts_of(stateful, turn)).answer(ANSWER)
     for branch in BRANCHES:
         at = resumed_at(branch.shared, stateful)
         cuts = [*cuts_of(stateful, branch.tokens), at]
-        cut = Uninterrupted(model, quantized).prefill(branch.tokens, cuts).answer(ANSWER)
-        yield branch.name, cut
-        in_memory = run.resumed(at).prefill(branch.tokens, cuts)
-        if not np.array_equal(np.array(in_memory.logits.astype(mx.float32)), cut.logits[0]):
-            # Rows beside a cut come from longer pieces: what mlx-lm's own cache in memory would answer.
-            memory = in_memory.answer(ANSWER)
-            found = difference(memory, cut)
-            outcome.notes.append(f"{branch.name}: mlx-lm's cache in memory gives other bits ({found})")
-            if memory.near(cut):
-                yield f"{branch.name} in memory", memory
+        yield from _branched(branch, cuts, Uninterrupted(model, quantized), run.resumed(at), outcome)
+    branch = _branch_of(turn)
+    at = branch.shared if _cuttable(model, stateful, len(turn)) else answered.count
+    in_memory = (talk if at > answered.count else answered).resumed(at)
+    cuts = [*cuts_of(stateful, branch.tokens), at]
+    yield from _branched(branch, cuts, answered, in_memory, outcome)
     longer = [*SHORT, *tokens_of(15, 30)]
     cuts = [*cuts_of(stateful, longer), len(SHORT) - 1, len(SHORT)]
     yield "short, longer", Uninterrupted(model, quantized).prefill(longer, cuts).answer(ANSWER)
+
+
+def _branched(
+    branch: Scenario, cuts: Sequence[int], cut: Uninterrupted, in_memory: Uninterrupted, outcome: Outcome
+) -> Iterator[tuple[str, Answer]]:
+    """The answer after a prefill that is cut where the branch is resumed, and that of mlx-lm's cache, trimmed there."""
+    expected = cut.prefill(branch.tokens, cuts).answer(ANSWER)
+    yield branch.name, expected
+    in_memory.prefill(branch.tokens, cuts)
+    if not np.array_equal(np.array(in_memory.logits.astype(mx.float32)), expected.logits[0]):
+        # Rows beside a cut come from longer pieces: what mlx-lm's own cache in memory would answer.
+        memory = in_memory.answer(ANSWER)
+        found = difference(memory, expected)
+        outcome.notes.append(f"{branch.name}: mlx-lm's cache in memory gives other bits ({found})")
+        if memory.near(expected):
+            yield f"{branch.name} in memory", memory
+
+
+def _cuttable(model: Any, stateful: bool, count: int) -> bool:
+    """Whether caches that hold so many tokens may be cut anywhere."""
+    most = stretches_beyond(model)
+    return not stateful and (most is None or count <= most)
 
 
 def resumed_at(shared: int, stateful: bool) -> int:
@@ -172,6 +192,12 @@ def _turn(expected: Answer) -> list[int]:
     return [*PROMPT, *expected.tokens, *tokens_of(16, 40)]
 
 
+def _branch_of(turn: list[int]) -> Scenario:
+    """What leaves the turn within the piece that follows the answer."""
+    shared = len(PROMPT) + ANSWER + 23
+    return Scenario("branch of the turn", [*turn[:shared], turn[shared] % 149 + 1, *tokens_of(17, 29)], shared)
+
+
 def resume(row: str, model: Any, directory: Path, quantized: Quantized = None) -> Outcome:
     """The second process: everything is restored from the directory.
 
@@ -180,7 +206,7 @@ def resume(row: str, model: Any, directory: Path, quantized: Quantized = None) -
     outcome = Outcome()
     answers = _load(directory)
     with open_directory(directory, model, row, quantized) as session:
-        stateful = session.stateful
+        stateful, most = session.stateful, stretches_beyond(model) or 1 << 40
 
         def check(name: str, label: str, tokens: list[int], cached: int) -> None:
             run = session.prefill(tokens)
@@ -194,13 +220,17 @@ def resume(row: str, model: Any, directory: Path, quantized: Quantized = None) -
             session.flush()
             if len(tokens) >= 64:
                 again = session.prefill(tokens)
-                _counted(outcome, label, again.cached_tokens, len(tokens))
+                _counted(outcome, label, again.cached_tokens, len(tokens) if len(tokens) <= most else cached)
                 if not _answer(model, again, quantized).same(ours):
                     outcome.checks[label] = "another answer when repeated"
 
         check("prompt", "restart", PROMPT, len(PROMPT))
         turn = _turn(answers["prompt"])
-        check("appended turn", "appended turn", turn, len(PROMPT) + ANSWER - 1)
+        answered = len(PROMPT) + ANSWER - 1
+        check("appended turn", "appended turn", turn, answered)
+        branch = _branch_of(turn)
+        at = branch.shared if _cuttable(model, stateful, len(turn)) else answered
+        check(branch.name, branch.name, branch.tokens, at)
         for branch in BRANCHES:
             check(branch.name, branch.name, branch.tokens, resumed_at(branch.shared, stateful))
         check("short again", "shorter than a chunk", SHORT, len(SHORT))

@@ -23,6 +23,8 @@ class Form:
 
     least: prefixes shorter than this do not have this form in an uninterrupted run, so none is restored into it, and
     caches in memory that were cut to less are neither used nor saved.
+    most: nothing is saved of caches that hold more than this, because what their rows hold depends on how the prompt
+    was cut.
     extras: whether an engine attaches something to its boundaries without which it cannot go on.
     trouble: why nothing is saved or restored any more; set once, from any thread.
     """
@@ -32,6 +34,7 @@ class Form:
     least: int = 0
     extras: bool = False
     trouble: str = ""
+    most: int | None = None
 
     @property
     def stateful(self) -> bool:
@@ -74,9 +77,9 @@ class ModelSpace:
         return any(form.stateful for form in self.forms)
 
     @property
-    def by_piece(self) -> bool:
-        """Whether no prefix may be cut out of a longer one, in memory neither; see Plan."""
-        return any(form.plan.by_piece for form in self.forms)
+    def most(self) -> int | None:
+        """No prefix may be cut out of caches of more tokens than this, in memory neither; see Form."""
+        return self.forms[0].most
 
     @property
     def usable(self) -> Iterable[Form]:

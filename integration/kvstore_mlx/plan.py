@@ -106,8 +106,7 @@ class Plan:
     """The caches that make gives, as the store sees them.
 
     slots: tensors of the state that a few tokens fill. later: those that one more token filled, and logits: what the
-    model makes of it; both are checked where they are, and in no namespace. by_piece: rows hold something else when the
-    piece of the prefill that computed them ends elsewhere, so that none may be cut off.
+    model makes of it; both are checked where they are, and in no namespace.
     """
 
     make: Callable[[], list[Any]]
@@ -116,10 +115,9 @@ class Plan:
     slots: tuple[Slot, ...] = ()
     later: tuple[Slot, ...] = ()
     logits: Slot | None = None
-    by_piece: bool = False
 
     @staticmethod
-    def of(make: Callable[[], list[Any]], filled: Sequence[Any], *, by_piece: bool = False) -> Plan:
+    def of(make: Callable[[], list[Any]], filled: Sequence[Any]) -> Plan:
         """The plan of a model. filled are caches as make gives them, after a forward pass.
 
         ValueError for a class without a codec, and for tensors that cannot be cut by token.
@@ -136,7 +134,7 @@ class Plan:
             for name, cache, codec in _with_codecs(filled)
             for row, array in zip(codec.rows, codec.arrays(cache), strict=True)
         ]
-        return Plan(make, tuple(leaves), tuple(parts), tuple(_slots(filled)), by_piece=by_piece)
+        return Plan(make, tuple(leaves), tuple(parts), tuple(_slots(filled)))
 
     def after(self, filled: Sequence[Any], logits: Any) -> Plan:
         """This plan with what a further step left in the caches and made as logits."""
@@ -147,7 +145,7 @@ class Plan:
     @cached_property
     def stateful(self) -> bool:
         """Whether a prefix can be resumed at boundary states only."""
-        return self.by_piece or any(leaf.codec.stateful for leaf in self.leaves)
+        return any(leaf.codec.stateful for leaf in self.leaves)
 
     @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -161,13 +159,11 @@ class Plan:
 
     def describe(self) -> dict[str, Any]:
         """For the namespace: classes, what they were made with, and every tensor's dtype and shape."""
-        described: dict[str, Any] = {
+        return {
             "caches": [[leaf.name, leaf.class_name, dict(leaf.config)] for leaf in self.leaves],
             "rows": [[part.name, part.dtype, part.heads, list(part.inner)] for part in self.parts],
             "state": [[slot.name, slot.dtype, list(slot.shape)] for slot in self.slots],
         }
-        # Named only where it is so: all other namespaces are those of before.
-        return described | ({"rows_by_piece": True} if self.by_piece else {})
 
     def fits(self, caches: Sequence[Any]) -> bool:
         """Whether these caches, or those of a batch, are of the classes that the model makes."""

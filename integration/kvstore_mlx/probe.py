@@ -18,7 +18,7 @@ from kvstore_mlx.live import Extras, ExtrasHook, Live
 from kvstore_mlx.plan import Plan
 from kvstore_mlx.restoring import Restoring
 
-__all__ = ["Forward", "computes_by_piece", "masks_left_padding", "masks_padding", "probe"]
+__all__ = ["Forward", "masks_left_padding", "masks_padding", "probe", "stretches_beyond"]
 
 Forward: TypeAlias = Callable[[list[int], Sequence[Any]], Any]
 """Computes tokens onto caches and returns the logits ``[vocabulary]`` after the last one."""
@@ -29,7 +29,7 @@ _NEXT = 4
 _LONG, _SHORT = list(range(1, 151)), list(range(2, 102))
 """Prompts of a batch: the shorter one is filled up by fifty tokens, no multiple of any block's size."""
 
-_BY_PIECE = {"DynamicNTKScalingRoPE"}
+_STRETCHING = {"DynamicNTKScalingRoPE"}
 """Modules that rotate keys by the length at which their piece of the prefill ends, once that is past a limit."""
 
 _BY_PLACE = ("index_block_size",)
@@ -42,18 +42,13 @@ _TOLERANCE = 1e-3
 memory. None was seen; a row in a wrong place gives differences of the order of the logits themselves."""
 
 
-def probe(
-    make: Callable[[], list[Any]], forward: Forward, extras: ExtrasHook | None = None, *, by_piece: bool = False
-) -> Plan:
-    """The plan of a model. ValueError with a reason when its caches cannot be saved and restored.
-
-    by_piece: what computes_by_piece says of it.
-    """
+def probe(make: Callable[[], list[Any]], forward: Forward, extras: ExtrasHook | None = None) -> Plan:
+    """The plan of a model. ValueError with a reason when its caches cannot be saved and restored."""
     attached = _Attached(extras)
     caches = make()
     forward(_TOKENS, caches)
     attached.keep()
-    plan = Plan.of(make, caches, by_piece=by_piece)
+    plan = Plan.of(make, caches)
     restored = _copied(plan, Live(plan, caches, None, len(_TOKENS)))
     ours = forward([_NEXT], restored)
     attached.put_back()
@@ -66,9 +61,13 @@ def probe(
     return plan.after(caches, theirs)
 
 
-def computes_by_piece(model: Any) -> bool:
-    """Whether what a token's row holds depends on where the piece of the prefill ends that it was computed in."""
-    return any(type(module).__name__ in _BY_PIECE for module in model.modules())
+def stretches_beyond(model: Any) -> int | None:
+    """The tokens up to which a row is the same in whatever piece of a prefill it is computed; None for most models.
+
+    Where a piece ends beyond them, a rope of these rotates all of it otherwise.
+    """
+    limits = (module.max_position_embeddings for module in model.modules() if type(module).__name__ in _STRETCHING)
+    return min(limits, default=None)
 
 
 def masks_padding(model: Any) -> bool:

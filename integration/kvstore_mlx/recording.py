@@ -162,6 +162,8 @@ class Recording:
         first = self._saved[form]
         if self._failed or end < MIN_TOKENS or (end <= first and not states):
             return
+        if form.most is not None and live.count > form.most:
+            return
         for at in states:
             del self._held[at]
         spans, loans = self._copied(form, live.rows, self._cuts(form, first, end, states))

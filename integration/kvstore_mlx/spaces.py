@@ -24,7 +24,7 @@ from kvstore_mlx.forms import Form, ModelSpace
 from kvstore_mlx.live import ExtrasHook
 from kvstore_mlx.loaded import loaded_digest
 from kvstore_mlx.plan import Plan, unknown_classes
-from kvstore_mlx.probe import Forward, computes_by_piece, probe
+from kvstore_mlx.probe import Forward, probe, stretches_beyond
 
 __all__ = ["Settings", "Spaces", "UnsupportedModelError", "make_caches", "make_space", "plans_of"]
 
@@ -147,7 +147,8 @@ def make_space(
             extras=None if settings.extras is None else settings.extras.name,
         )
         least = settings.quantization.start if settings.quantization is not None and quantized else 0
-        forms.append(Form(plan, store.namespace(info), least, settings.extras is not None))
+        form = Form(plan, store.namespace(info), least, settings.extras is not None, most=stretches_beyond(model))
+        forms.append(form)
     return ModelSpace(tuple(forms), label)
 
 
@@ -186,13 +187,14 @@ def plans_of(model: Any, draft: Any, settings: Settings) -> list[tuple[bool, Pla
     if draft is not None and quantization is not None:
         raise UnsupportedModelError("with a draft model the engine loses track of caches that --kv-bits quantizes")
     forward = _forward(model, draft, len(make_prompt_cache(model, settings.window)))
-    by_piece = any(computes_by_piece(each) for each in (model, draft) if each is not None)
+    if draft is not None and (stretches_beyond(model) or stretches_beyond(draft)):
+        raise UnsupportedModelError("with a draft model, rows of a rope that stretches depend on what it guessed")
     try:
-        plans = [(False, probe(make, forward, extras, by_piece=by_piece))]
+        plans = [(False, probe(make, forward, extras))]
         if draft is not None and plans[0][1].stateful:
             raise UnsupportedModelError("a draft model needs caches that can be cut at any token")
         if quantization is not None:
-            plans.append((True, probe(make_quantized, forward, extras, by_piece=by_piece)))
+            plans.append((True, probe(make_quantized, forward, extras)))
     except (ValueError, NotImplementedError) as error:
         raise UnsupportedModelError(str(error)) from error
     return plans

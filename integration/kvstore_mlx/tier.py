@@ -114,8 +114,10 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
 
     def _from_memory(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
         space = self._spaces.of(model)
-        if space is not None and space.by_piece:
-            return self._whole_from_memory(model, tokens)
+        if space is not None and space.most is not None:
+            found = self._trie.search(model, tokens)
+            if len(found.exact or found.longer or []) > space.most:
+                return self._whole_from_memory(model, tokens)
         caches, rest = super().fetch_nearest_cache(model, tokens)
         if rest or caches is None:
             return caches, list(rest)
@@ -131,7 +133,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         return caches, [*rest, tokens[-1]]
 
     def _whole_from_memory(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
-        """The longest entry that is a prefix as it stands: of a longer one these models cannot use a part."""
+        """The longest entry that is a prefix as it stands: of a longer one this model cannot use a part."""
         found = self._trie.search(model, tokens[:-1])
         prefix = found.exact if found.exact is not None else found.shorter
         if not prefix:

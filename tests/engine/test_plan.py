@@ -274,18 +274,6 @@ def test_what_is_described_tells_models_apart():
     assert attention_plan(two).describe() == descriptions[0]
 
 
-def test_rows_that_depend_on_their_piece_are_resumed_at_states():
-    plain = attention_plan(two)
-    by_piece = Plan.of(two, filled(two(), 3), by_piece=True)
-    assert (plain.stateful, by_piece.stateful) == (False, True)
-    assert by_piece.describe() == {**plain.describe(), "rows_by_piece": True}
-    assert ModelSpace((Form(by_piece, None),), "model").by_piece
-    caches = filled(two(), 8)
-    # Their state is only where one ended.
-    state = Live(by_piece, caches, None, 8).state(decode=False)
-    assert (state.tensors, state.values) == ((), {})
-
-
 def test_a_model_of_two_forms_is_seen_in_the_one_it_has():
     plain, quantized = attention_plan(two), attention_plan(lambda: [QuantizedKVCache(32, 8) for _ in range(2)])
     forms = (Form(plain, None), Form(quantized, None, least=100))

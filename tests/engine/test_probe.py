@@ -7,8 +7,9 @@ import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from families import build
+from family_arguments import POSITIONS
 from kvstore import KVStoreError
-from kvstore_mlx.probe import computes_by_piece, masks_left_padding, probe
+from kvstore_mlx.probe import masks_left_padding, probe, stretches_beyond
 from kvstore_mlx.session import open_session
 from kvstore_mlx.spaces import UnsupportedModelError
 
@@ -99,7 +100,8 @@ def test_blocks_of_keys_by_place_are_known_at_any_size():
 
 def test_a_rope_that_stretches_is_known_by_its_class():
     names = ("internlm2", "internlm2, dynamic", "internlm3", "internlm3, dynamic", "hunyuan")
-    assert [computes_by_piece(build(name)) for name in names] == [False, True, False, True, False]
+    limit = POSITIONS
+    assert [stretches_beyond(build(name)) for name in names] == [None, limit, None, limit, None]
 
 
 def test_every_class_of_rope_is_looked_at():

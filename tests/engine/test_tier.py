@@ -22,7 +22,6 @@ from kvstore_mlx.boundaries import Saving
 from kvstore_mlx.engine import recording_stream_generate
 from kvstore_mlx.forms import Form, ModelSpace
 from kvstore_mlx.housekeeping import Housekeeping
-from kvstore_mlx.plan import Plan
 from kvstore_mlx.tier import TieredPromptCache
 from kvstore_mlx.writer import Writer
 
@@ -152,7 +151,7 @@ def test_processors_of_a_request_that_nobody_records_see_what_memory_had(tier, f
 
 
 class Broken(NoSpaces):
-    stateful = by_piece = False
+    stateful, most = False, None
 
     def of(self, model):
         return self
@@ -309,22 +308,35 @@ class TestWithADirectory:
         forward(cache, Feed(1), tokens)
         return cache
 
-    def test_rows_that_depend_on_their_piece_are_whole_in_memory_too(self, store, writer):
+    def test_a_rope_that_stretches_is_not_cut_beyond_its_limit_in_memory_either(self, store, writer):
         def make():
             return [KVCache()]
 
-        plan = Plan.of(make, [self.filled(make, 3)], by_piece=True)
-        form = Form(plan, store.namespace(NamespaceInfo({"model": "by piece"})))
+        form = Form(attention_plan(make), store.namespace(NamespaceInfo({"model": "stretches"})), most=200)
         tier = TieredPromptCache(10, OneSpace(ModelSpace((form,), "m")), writer, Saving())
         tier.insert_cache(MODEL, list(range(300)), [self.filled(make, 300)])
-        for shorter in ([*range(200), 7], list(range(300)), [7], []):
+        for shorter in ([*range(150), 7], list(range(300)), [7], []):
             assert tier.fetch_nearest_cache(MODEL, shorter)[0] is None
         for more in (1, 20):
             caches, rest = tier.fetch_nearest_cache(MODEL, list(range(300 + more)))
             assert (caches[0].offset, len(rest)) == (300, more)
-        # It is a copy, and the recording stops at each boundary.
         assert caches[0] is not tier.fetch_nearest_cache(MODEL, list(range(301)))[0][0]
-        assert tier.needs_boundaries(MODEL)
+        # One that never was longer is like any other.
+        tier.insert_cache(MODEL, list(range(1000, 1200)), [self.filled(make, 200)])
+        caches, rest = tier.fetch_nearest_cache(MODEL, [*range(1000, 1150), 7])
+        assert (caches[0].offset, rest) == (150, [7])
+        caches, rest = tier.fetch_nearest_cache(MODEL, list(range(1000, 1200)))
+        assert (caches[0].offset, rest) == (199, [1199])
+
+    @pytest.mark.parametrize(("generated", "saved"), [(0, 200), (1, 0)])
+    def test_nothing_is_saved_of_caches_beyond_the_limit(self, store, writer, generated, saved):
+        def make():
+            return [KVCache()]
+
+        tier, form = self.tier_of(store, writer, make)
+        form.most = 200
+        self.save(tier, make, list(range(200)), generated)
+        assert form.namespace.lookup(list(range(200))).count == saved
 
     def test_boundaries_of_a_model_that_needs_them(self, store, writer):
         def make():
