@@ -129,12 +129,12 @@ rotates and crosses all of them.
 whose prefill has the same cuts: without a directory, first write, repeat, restart in a new process, appended turn, a
 prompt that leaves another inside a chunk, at a chunk's end, one token before it and one after it, one that leaves the
 appended turn, prompts shorter than a chunk; and a control (the first token of the prompt, and what each single cache
-holds, change the logits, and the output does not repeat itself). After the restart each prompt runs twice, so that what was written after a restore is
-restored too, and the number of restored tokens must be the expected one. **kv-bits** repeats all of it with caches
-quantized to 4 and 8 bits. **batch of 4** compares the tokens of four prompts of unequal lengths in one batch: plain
-mlx-lm, everything saved, and everything restored. **kept of batches** looks at what memory and disk have afterwards of
-those four prompts, and of a prompt that joins while a longer one is answered: each, with its answer and three more
-tokens, must have the logits that it has alone, to a thousandth (a batch rounds otherwise).
+holds, change the logits, and the output does not repeat itself). After the restart each prompt runs twice, so that what
+was written after a restore is restored too, and the number of restored tokens must be the expected one. **kv-bits**
+repeats all of it with caches quantized to 4 and 8 bits. **batch of 4** compares the tokens of four prompts of unequal
+lengths in one batch: plain mlx-lm, everything saved, and everything restored. **kept of batches** looks at what memory
+and disk have afterwards of those four prompts, and of a prompt that joins while a longer one is answered: each, with
+its answer and three more tokens, must have the logits that it has alone, to a thousandth (a batch rounds otherwise).
 
 A prefix that is cut in the middle of a piece of the prefill holds rows of the longer piece. Where a run with a cut at
 that token has other last bits, the run that is compared is mlx-lm's own cache in memory, trimmed there (if those are
