@@ -21,7 +21,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, preco
 from kvstore.blocks import TensorSpec
 from kvstore.errors import KVStoreError
 from kvstore.keys import TOKEN_BYTES
-from kvstore.testing.oracle import TENSORS, random_tokens
+from kvstore.testing.oracle import TENSORS, Oracle, random_tokens
 from kvstore.testing.session import HARMS, MakeSubject, Session
 
 __all__ = ["store_machine"]
@@ -147,6 +147,25 @@ class _Machine(RuleBasedStateMachine):
                 continue
             raise AssertionError("a node was published without what comes before it")
         self.session.look(handle, space, tokens)
+
+    @rule(at=_HANDLES, space=_SPACES, prompt=prompts, seed=_SEEDS, count=_LENGTHS)
+    @_step
+    def publish_half(self, at: int, space: int, prompt: bytes, seed: int, count: int) -> None:
+        """A prompt has tensors everywhere or nowhere: what was never saved must not come between what was."""
+        handle, interval = self.session.handles[at], self.interval
+        ends = self.session.models[space].ends(prompt, handle.number)
+        chunks = [end for end in ends if end % interval == 0]
+        if not chunks:
+            return
+        first = chunks[-1]
+        tokens = prompt[: first * TOKEN_BYTES] + random_tokens(4000 + seed, interval)
+        other = Oracle(() if self.tensors else TENSORS)
+        try:
+            handle.spaces[space].publish(tokens, [other.span(tokens, first, first + min(count, interval))])
+        except KVStoreError:
+            self.session.look(handle, space, tokens)
+            return
+        raise AssertionError("a prompt was saved with tensors in one part and without in another")
 
     @rule(at=_HANDLES, space=_SPACES, prompt=prompts, end=_LENGTHS, seed=_SEEDS, more=st.integers(0, 200))
     @_step
