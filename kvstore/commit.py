@@ -73,7 +73,7 @@ def put_block(
 ) -> tuple[BlockRef, int]:
     """A block under its final name, and the bytes written: 0 for one that is there, which is made young (rule 5)."""
     size = sum(memoryview(part).nbytes for part in parts)
-    ref = BlockRef(block_digest(parts), size, first, count, payload, decode)
+    ref = BlockRef(block_digest(context.pace.pieces(parts)), size, first, count, payload, decode)
     if _freshened(context, ref):
         return ref, 0
     return ref, place_block(context, stage(context, parts, size), ref)

@@ -16,7 +16,8 @@ __all__ = ["stage", "staged_file"]
 def stage(context: Context, parts: Sequence[Buffer], size: int = 0) -> Path:
     """Write a staged file and make its data durable."""
     with staged_file(context, size) as (fd, path):
-        context.fs.write(fd, parts)
+        for batch in context.pace.batches(parts):
+            context.fs.write(fd, batch)
     return path
 
 

@@ -184,7 +184,7 @@ def _decoding(documents: Documents) -> Iterator[Row]:
             f"{what}, {MODEL_NAMES[name]}",
             0.97,
             0.99,
-            Sample.of(found["over_alone"]["values"]),
+            Sample.of(found["ways"]["paced"]["over_alone"]["values"]),
             f"{each['payload_bytes'] / 1e6:.0f} MB, {_cores(found)}",
             digits=3,
         )

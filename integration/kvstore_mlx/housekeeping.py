@@ -21,6 +21,7 @@ from kvstore.admission import JUST_USED_NS, Warmth
 from kvstore.errors import KVStoreError
 from kvstore.gc import GcReport, Policy, collect, usage
 from kvstore.lookup import Match
+from kvstore.pacing import Pace
 from kvstore.quotas import read_quotas
 from kvstore.sizes import format_size
 from kvstore.store import Namespace, Store
@@ -75,6 +76,11 @@ class Housekeeping:
         self._said: dict[Refusal, float] = {}
         self._refused: dict[Refusal, tuple[int, int]] = {}
         self._lock = threading.Lock()
+
+    @property
+    def pace(self) -> Pace:
+        """The pace of what is written to the directory."""
+        return self._store.context.pace
 
     @property
     def budget(self) -> int:

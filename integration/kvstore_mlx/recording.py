@@ -106,6 +106,7 @@ class Recording:
 
     def reached(self, caches: Sequence[Any], index: int | None, exactly: int) -> None:
         """Called after a step of the prefill that wants saving: saves full chunks, and everything at a boundary."""
+        self._writer.prefilling()
         form, live = self._space.look(caches, index, exactly)
         end = exactly // form.interval * form.interval
         if exactly in self._boundaries:
@@ -117,7 +118,8 @@ class Recording:
         self._save(form, live, end)
 
     def answered(self) -> None:
-        """Called when a token is out; only the first one is of interest."""
+        """Called when a token is out; the first one is of interest, and that there are others."""
+        self._writer.stepped()
         if self._answered is not None:
             self._answered(self._prompt_end - self._known)
             self._answered = None

@@ -181,6 +181,8 @@ class Session:
         """Save what was generated. tokens are the prompt and all tokens that were forwarded after it."""
         if run.recording is not None:
             run.recording.finished(run.caches, len(tokens), tokens)
+        if self._writer is not None:
+            self._writer.idle()
 
     def publish(
         self, tokens: Sequence[int], caches: Sequence[Any], *, logits: Any | None = None, decoded: bool = False
@@ -289,6 +291,9 @@ class Session:
                 found = self._find(packed[:-TOKEN_BYTES])
                 best = longest(found)
         saved = {one.form: one.match.border for one in found}
+        if self._writer is not None:
+            for one in found:
+                self._writer.asked(one.form, one.match)
         if restored is None and best is not None and self._pays(best):
             restored = self._read(best, len(tokens))
             saved[best.form] = 0 if restored is None else restored.saved

@@ -279,6 +279,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
                 return
         _, recording = self._finishing.pop(id(prompt_cache), (None, None))
         if recording is not None:
+            self._writer.idle()
             held = tokens
             guarded(lambda: recording.finished(prompt_cache, len(held), held))
         # The other kinds are parts of prompts.

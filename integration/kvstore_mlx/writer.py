@@ -18,6 +18,7 @@ from kvstore.blocks import Span
 from kvstore.errors import KVStoreError, MissingParentError
 from kvstore.keys import TOKEN_BYTES
 from kvstore.lookup import Match
+from kvstore.pacing import Pace, slices
 from kvstore.states import State
 from kvstore_mlx.buffers import address_phase, has_non_finite
 from kvstore_mlx.forms import Form
@@ -32,6 +33,20 @@ log = logging.getLogger("kvstore")
 
 MAX_QUEUED_BYTES = 1 << 30
 """Copies that wait to be written. A chunk of an 8B model is 288 MiB, so three of them."""
+
+BUSY_SHARE = 0.015
+"""The part of its time that the thread works while the engine does. A chunk of an 8B model takes some seconds then, and
+every token of these comes 2 % later; at full speed it takes 0.2 s and costs a third of them (`bench decode`)."""
+
+_RELAXED = 0.35
+"""The part of the queue up to which there is that much time. A fuller one is written faster, from three times of it on
+at full speed: what it has no room for has to be computed again."""
+
+_PREFILL_S = 30.0
+"""How long the engine is taken to be at work after a lookup or a piece of a prefill, unless it says that it is not."""
+
+_STEP_S = 1.0
+"""The same after a token."""
 
 _WARN_EVERY_S = 60.0
 
@@ -86,8 +101,18 @@ class Writer:
     trouble: why the last thing that should have been saved was not; empty when it was.
     """
 
-    def __init__(self, housekeeping: Housekeeping, max_queued: int = MAX_QUEUED_BYTES) -> None:
+    def __init__(
+        self,
+        housekeeping: Housekeeping,
+        max_queued: int = MAX_QUEUED_BYTES,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._housekeeping = housekeeping
+        self._pace = housekeeping.pace
+        self._pace.share = self._share
+        self._monotonic = monotonic
+        self._busy_until = 0.0
+        self._hurried = 0
         self._max_queued = max_queued
         self._pool = Pool(max_queued, address_phase())
         self._expected = 0
@@ -117,9 +142,29 @@ class Writer:
 
     def asked(self, form: Form, match: Match) -> None:
         """Say that a request looked a prompt up, whatever it found; called on the engine's thread."""
+        self.prefilling()
         self._housekeeping.asked(form.namespace, match)
         new = len(match.tokens) // TOKEN_BYTES - match.count
         self.expect(form.plan.token_bytes * min(new, form.interval))
+
+    def prefilling(self) -> None:
+        """Say that the engine computes a prompt just now."""
+        self._busy_until = max(self._busy_until, self._monotonic() + _PREFILL_S)
+
+    def stepped(self) -> None:
+        """Say that the engine made a token, and will make another one."""
+        self._busy_until = max(self._busy_until, self._monotonic() + _STEP_S)
+
+    def idle(self) -> None:
+        """Say that a request ended. Another one that is under way makes itself known by its next token."""
+        self._busy_until = 0.0
+
+    def _share(self) -> float:
+        """See Pace.share."""
+        if self._hurried or self._monotonic() >= self._busy_until:
+            return 1.0
+        filled = self._queued / self._max_queued
+        return min(1.0, BUSY_SHARE + max(0.0, filled - _RELAXED) / (2 * _RELAXED))
 
     def refuses(self, form: Form, tokens: bytes, size: int) -> bool:
         """Whether a full chunk at the end of these tokens would not be written; called on the engine's thread."""
@@ -147,16 +192,21 @@ class Writer:
         """Wait until everything queued is written; False when that took longer than timeout seconds."""
         deadline = time.monotonic() + timeout
         with self._changed:
-            while self._queue or self._busy:
-                left = deadline - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
-                    return False
-            return True
+            self._hurried += 1
+            try:
+                while self._queue or self._busy:
+                    left = deadline - time.monotonic()
+                    if left <= 0 or not self._changed.wait(left):
+                        return False
+                return True
+            finally:
+                self._hurried -= 1
 
     def close(self, timeout: float) -> bool:
         """Write what is queued, then end the thread; False when timeout seconds were not enough."""
         done = self.drain(timeout)
         with self._changed:
+            self._hurried += 1
             self._closing = True
             if not done:
                 self._queue.clear()
@@ -214,7 +264,7 @@ class Writer:
 
     def _item(self, job: Job, item: Span | Boundary, ahead: int) -> bool:
         """Publish one span or state; False, with a warning, when it must not be or there is no room."""
-        if _has_non_finite(item):
+        if _has_non_finite(item, self._pace):
             self._warn("NaN or infinity in the KV cache; not saved")
             return False
         tokens = job.tokens[: item.end * TOKEN_BYTES]
@@ -252,7 +302,7 @@ class Writer:
             log.warning("kvstore: %s", text)
 
 
-def _has_non_finite(item: Span | Boundary) -> bool:
+def _has_non_finite(item: Span | Boundary, pace: Pace) -> bool:
     if isinstance(item, Span):
         names, dtypes = [spec.name for spec in item.specs], [spec.dtype for spec in item.specs]
         data = item.data
@@ -260,7 +310,10 @@ def _has_non_finite(item: Span | Boundary) -> bool:
         names, dtypes = [tensor.name for tensor in item.state.tensors], [tensor.dtype for tensor in item.state.tensors]
         data = item.state.data
     # Some families forbid tokens by logits of minus infinity.
-    return any(
-        has_non_finite(part, dtype, but_minus=name == LOGITS)
-        for name, dtype, part in zip(names, dtypes, data, strict=True)
-    )
+    rest = pace.resting()
+    for name, dtype, part in zip(names, dtypes, data, strict=True):
+        for piece in slices(part):
+            if has_non_finite(piece, dtype, but_minus=name == LOGITS):
+                return True
+            rest()
+    return False

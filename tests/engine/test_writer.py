@@ -158,3 +158,59 @@ def test_memory_goes_back_to_the_system_when_nothing_happens(store, monkeypatch)
     writer.expect(1)
     assert eventually(lambda: writer._pool.resident == 0)
     writer.close(10)
+
+
+class TestPace:
+    """Beside an engine at work the thread takes a small part of its time, unless somebody waits for it."""
+
+    @pytest.fixture
+    def now(self):
+        return [100.0]
+
+    @pytest.fixture
+    def writer(self, store, now):
+        made = Writer(Housekeeping(store, 1 << 30), max_queued=8 * MIB, monotonic=lambda: now[0])
+        yield made
+        made.close(10)
+
+    def test_beside_nothing_it_never_rests(self, writer):
+        assert writer._share() == 1.0
+
+    def test_beside_a_token_and_a_while_after(self, writer, now):
+        writer.stepped()
+        assert writer._share() == writer_module.BUSY_SHARE
+        now[0] += 1.1
+        assert writer._share() == 1.0
+
+    def test_beside_a_prefill_until_the_request_ends(self, writer, now):
+        writer.prefilling()
+        now[0] += 20
+        writer.stepped()  # tells less
+        now[0] += 5
+        assert writer._share() == writer_module.BUSY_SHARE
+        writer.idle()
+        assert writer._share() == 1.0
+
+    def test_a_request_that_never_ends_does_not_slow_it_for_ever(self, writer, now):
+        writer.prefilling()
+        now[0] += 31
+        assert writer._share() == 1.0
+
+    @pytest.mark.parametrize(("filled", "least", "most"), [(0.3, 0.0, 0.02), (0.6, 0.2, 0.6), (0.95, 0.8, 1.0)])
+    def test_a_fuller_queue_is_written_faster(self, writer, filled, least, most):
+        writer.stepped()
+        writer._queued = int(filled * 8 * MIB)
+        assert least < writer._share() <= most
+        writer._queued = 0
+
+    def test_who_waits_for_it_does_not_wait_for_its_rests(self, writer, form, monkeypatch):
+        monkeypatch.setattr(writer_module, "BUSY_SHARE", 1e-9)
+        monkeypatch.setattr("kvstore.pacing._WORTH_A_REST_S", 0.0)
+        writer.prefilling()
+        writer.offer(job_of(writer, form, 0, 32, 64))
+        time.sleep(0.3)
+        assert writer.queued, "it would take years"
+        started = time.monotonic()
+        assert writer.drain(10)
+        assert time.monotonic() - started < 5
+        assert form.namespace.lookup(TOKENS).count == 64

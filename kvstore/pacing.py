@@ -1,0 +1,84 @@
+"""How much of its time a background write takes, so that what runs beside it does not feel it.
+
+Hashing and writing a chunk of hundreds of megabytes takes a core and the memory's bandwidth for a tenth of a second,
+and an engine that decodes on the same machine feels it in every token of that time. Cut in slices with a rest after
+each, the same work is spread over seconds (`bench decode`). A low priority does not do that: it gives way to who waits
+for a core, not to who waits for memory or for the processor's caches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from kvstore.keys import Buffer
+
+__all__ = ["Pace", "slices"]
+
+_SLICE = 1 << 20
+"""Bytes between two rests: less than a millisecond of work, and a multiple of every element."""
+
+_WORTH_A_REST_S = 0.0002
+_LOOK_AGAIN_S = 0.02
+
+
+def slices(part: Buffer) -> Iterator[memoryview]:
+    """A buffer's bytes in pieces between which one may rest."""
+    view = memoryview(part).cast("B")
+    for at in range(0, view.nbytes, _SLICE):
+        yield view[at : at + _SLICE]
+
+
+class Pace:
+    """The pace of one open directory's publishes.
+
+    share is asked between slices, on the thread that writes, for the part of its time that the work may take: 1 never
+    rests. Without one, as in a library that nobody decodes beside, nothing is cut in slices either.
+    """
+
+    def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.share: Callable[[], float] | None = None
+        self._sleep = sleep
+
+    def batches(self, parts: Sequence[Buffer]) -> Iterator[Sequence[Buffer]]:
+        """All parts at once, or slice by slice, with a rest before the next one is handed out."""
+        if self.share is None:
+            yield parts
+            return
+        rest = None
+        for part in parts:
+            for piece in slices(part):
+                if rest is None:
+                    rest = self.resting()
+                else:
+                    rest()
+                yield [piece]
+
+    def pieces(self, parts: Sequence[Buffer]) -> Iterator[Buffer]:
+        """The same, one by one."""
+        for batch in self.batches(parts):
+            yield from batch
+
+    def resting(self) -> Callable[[], None]:
+        """What is to be called between pieces of work: it rests for what was done since it was made or called last.
+
+        That is measured in processor time: while a full disk makes the work wait, it disturbs nobody.
+        """
+        began = time.thread_time()
+
+        def rest() -> None:
+            nonlocal began
+            worked = time.thread_time() - began
+            if worked >= _WORTH_A_REST_S:
+                self._rest(worked)
+                began = time.thread_time()
+
+        return rest
+
+    def _rest(self, worked: float) -> None:
+        """Rest as long as the share asks, which may change meanwhile: nobody sleeps on while somebody waits."""
+        rested = 0.0
+        while self.share is not None and (left := worked * (1 / self.share() - 1) - rested) > 0:
+            nap = min(left, _LOOK_AGAIN_S)
+            self._sleep(nap)
+            rested += nap
