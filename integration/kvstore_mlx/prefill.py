@@ -41,9 +41,12 @@ def prefill(
         logits = model(mx.array(list(tokens[first:end]))[None], cache=caches)[0, -1]
         if quantization is not None:
             maybe_quantize_kv_cache(caches, quantization.start, quantization.group_size, quantization.bits)
-        mx.eval([cache.state for cache in caches])
+        # Logits of one token are what is waited for; of more, most are for nobody.
+        single = end - first == 1
+        mx.eval([cache.state for cache in caches], logits if single else [])
         after(end)
-        mx.clear_cache()
+        if not single:
+            mx.clear_cache()
     return logits
 
 
