@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvstore import NamespaceInfo, Span, State, StateTensor, Store, TensorSpec, pack_tokens
 from kvstore.context import Space
+from kvstore.renewal import Renewal
 from kvstore.store import Namespace
 
 INTERVAL = 64
@@ -55,12 +56,12 @@ def span(tokens: list[int], first: int, end: int, *, decode: bool = False) -> Sp
 def build(root: Path) -> None:
     with Store.open(root, interval=INTERVAL, clock=lambda: NOW_NS) as store:
         context = dataclasses.replace(store.context, writer="golden 1")
-        namespace = Namespace(Space(context, INFO))
+        namespace = Namespace(Space(context, INFO), Renewal(context))
         namespace.publish(PROMPT, [span(PROMPT, 0, 64), span(PROMPT, 64, 128), span(PROMPT, 128, 150)])
         namespace.publish(PROMPT, [span(PROMPT, 150, 180, decode=True)])
         namespace.publish(BRANCH, [span(BRANCH, 64, 128)])
         namespace.publish_state(PROMPT[:128], STATE)
-        Namespace(Space(context, SALTED)).publish(PROMPT[:20], [Span(0, 20, (), [])])
+        Namespace(Space(context, SALTED), Renewal(context)).publish(PROMPT[:20], [Span(0, 20, (), [])])
         store.tokenizations(SCOPE).put(REQUEST, pack_tokens([1, 2, 2**32 - 1]))
         context.staging.close()
 
