@@ -24,6 +24,8 @@ Forward: TypeAlias = Callable[[list[int], Sequence[Any]], Any]
 """Computes tokens onto caches and returns the logits ``[vocabulary]`` after the last one."""
 
 _TOKENS = [1, 2, 3]
+_OTHER = [1, 2, 7]
+"""The same but for the last token, in the same shapes: no kernel has a reason to round the others' rows otherwise."""
 _NEXT = 4
 
 _LONG, _SHORT = list(range(1, 151)), list(range(2, 102))
@@ -58,7 +60,24 @@ def probe(make: Callable[[], list[Any]], forward: Forward, extras: ExtrasHook | 
     alike, difference = _alike(ours, theirs)
     if not alike:
         raise ValueError(f"its restored caches compute other logits (by {difference:.3g})")
+    other = make()
+    forward(_OTHER, other)
+    attached.reset()
+    _refuse_what_looks_ahead(plan, caches, other)
     return plan.after(caches, theirs)
+
+
+def _refuse_what_looks_ahead(plan: Plan, caches: Sequence[Any], other: Sequence[Any]) -> None:
+    """ValueError when rows of two prompts that begin alike differ before the prompts do.
+
+    A prefix that is cut out of such rows would know what followed it elsewhere. (phi3small in mlx-lm 0.32.2 adds its
+    mask of truth values to the scores.)
+    """
+    for part, *both in zip(plan.parts, plan.arrays(caches), plan.arrays(other), strict=True):
+        if part.stored and mx.issubdtype(both[0].dtype, mx.floating):
+            alike, difference = _alike(*(array[:, :, : len(_TOKENS) - 1] for array in both))
+            if not alike:
+                raise ValueError(f"its rows depend on the tokens that follow them (by {difference:.3g})")
 
 
 def stretches_beyond(model: Any) -> int | None:

@@ -69,6 +69,12 @@ def test_a_model_that_hides_something_is_refused_with_one_sentence(tmp_path):
         open_session(tmp_path / "cache", model, identity={"model": "hiding"})
 
 
+def test_a_model_that_looks_ahead_is_refused(tmp_path):
+    """phi3small adds its mask to the scores: a row knows the tokens after it, which a branch would not have."""
+    with pytest.raises(UnsupportedModelError, match=r"^its rows depend on the tokens that follow them \(by [0-9.]+\)$"):
+        open_session(tmp_path / "cache", build("phi3small"), identity={"model": "phi3small"})
+
+
 def test_a_class_without_codec(tmp_path):
     model = build("llama")
 
