@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -111,6 +112,14 @@ def _handler(base: type[Any], requests: Requests) -> type[Any]:
     return Handler
 
 
+class _HTTPServer(ThreadingHTTPServer):
+    """The server's own, with room for more than five connections that nobody accepted yet: agents that ask at once,
+    while the engine keeps Python busy, would be cut off.
+    """
+
+    request_queue_size = 128
+
+
 class RunningServer:
     """One ``kvstore serve`` process from its start to its exit code."""
 
@@ -159,7 +168,7 @@ class RunningServer:
             )
             handler = _handler(handler, self._requests)
             run = self._server._run_http_server  # noqa: SLF001 - its own run calls it
-            run(host, port, responses, handler_class=handler)
+            run(host, port, responses, server_class=_HTTPServer, handler_class=handler)
         except KeyboardInterrupt:
             log.debug("kvstore: told to stop while starting")
         except OSError as error:

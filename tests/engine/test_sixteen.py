@@ -1,0 +1,272 @@
+"""Sixteen conversations at once, beside gc and fsck: no error, no wrong token, bounded memory, flat latency.
+
+The right answers are mlx_lm.server's, asked for one at a time beforehand, with nothing saved. Conversations are
+finite in number and greedy, so each of them is met many times: computed, restored in part, restored whole, and again
+after a collection took it away.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TINY_LLAMA
+from engine_support import Answer, Server
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the server's memory from /proc")
+
+CLIENTS = 16
+WORDS = ["cache", "chunk", "block", "token", "prefix", "manifest", "digest", "rename", "fsync", "prefill", "decode"]
+SYSTEM = {"role": "system", "content": "You review code. Be brief, be right, cite the line. " * 8}
+
+TOLERANCE = 2e-4
+"""Log-probabilities in batches of other shapes differ by less (test_openai_client.py): tokens this close are a tie."""
+
+TOKEN_BYTES = 4 * 2 * TINY_LLAMA["num_hidden_layers"] * TINY_LLAMA["num_key_value_heads"] * TINY_LLAMA["head_dim"]
+
+STEADY = 2.0
+"""Latency of the last third over that of the first: what grows with the requests served, the files there or the
+threads that ever were would be many times as slow by then; neighbours on two cores make a run half as slow again."""
+
+# Memory holds two conversations, so the others come from disk.
+SERVER = ("--prompt-cache-size", "2")
+CACHE = ("--kv-cache-interval", "256", "--kv-cache-min-tokens", "0")
+FOLDERS = 3 << 20
+"""Bytes that the directory takes without a prompt, when all its folders are made."""
+
+
+@dataclass(frozen=True)
+class Right:
+    """One prompt and mlx_lm.server's answer to it. size: bytes of their KV."""
+
+    messages: list[dict]
+    ids: list[int]
+    logprobs: list[float]
+    size: int
+
+
+@dataclass
+class Tally:
+    """What the clients saw. requests: when each ended, and how long it took."""
+
+    requests: list[tuple[float, float]] = field(default_factory=list)
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    ties: int = 0
+    longest: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, answer: Answer, began: float, *, tie: bool) -> None:
+        with self.lock:
+            now = time.monotonic()
+            self.requests.append((now, now - began))
+            self.prompt_tokens += answer.prompt_tokens
+            self.reused_tokens += answer.cached_tokens
+            self.ties += tie
+            self.longest = max(self.longest, answer.prompt_tokens + len(answer.ids))
+
+
+def ask(server: Server, messages: list[dict], **more: int) -> Answer:
+    return server.chat(messages, max_tokens=8, **more)
+
+
+def conversation(server: Server, client: int, number: int, turns: int) -> list[Right]:
+    """The turns of one conversation, each with the answers to those before in it."""
+    rng = random.Random(client * 1000 + number)
+    messages, found = [SYSTEM], []
+    for turn in range(turns):
+        words = " ".join(rng.choice(WORDS) for _ in range(rng.randrange(10, 60)))
+        messages = [*messages, {"role": "user", "content": f"{turn}: {words}"}]
+        answer = ask(server, messages)
+        found.append(Right(messages, answer.ids, answer.logprobs, answer.prompt_tokens * TOKEN_BYTES))
+        messages = [*messages, {"role": "assistant", "content": answer.text}]
+    return found
+
+
+def is_tie(plain: Server, expected: Right, answer: Answer) -> bool:
+    """False for the right tokens, True when they part where two were equally likely; anything else is a wrong token.
+
+    Log-probabilities must be right too: a model this small often says the same of different prompts. Which tokens were
+    likely mlx_lm.server is asked when it matters: where it lists them it does not say which it chose.
+    """
+    ids = answer.ids
+    if ids == expected.ids:
+        assert answer.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
+        return False
+    at = next(at for at, pair in enumerate(zip(ids, expected.ids, strict=False)) if pair[0] != pair[1])
+    places = ask(plain, expected.messages, top_logprobs=4).choice["logprobs"]["content"]
+    likely = {each["id"]: each["logprob"] for each in places[at]["top_logprobs"]}
+    least = max(likely.values()) - TOLERANCE
+    assert likely.get(ids[at], -1e9) > least, f"token {at} of {ids} is wrong: {expected.ids}, {likely}"
+    assert likely.get(expected.ids[at], -1e9) > least
+    return True
+
+
+def patiently(server: Server, messages: list[dict]) -> Answer:
+    """For mlx_lm.server itself, which cuts off whoever finds five others waiting to be accepted."""
+    for _ in range(50):
+        with suppress(ConnectionError, urllib.error.URLError):
+            return ask(server, messages)
+    raise AssertionError("no connection in fifty tries")
+
+
+def talk(server: Server, plain: Server, own: list[list[Right]], ends: float, tally: Tally) -> None:
+    """One client: its conversations, turn after turn, over and over, and twice at least."""
+    rounds = 0
+    while rounds < 2 or time.monotonic() < ends:
+        for turn in (turn for turns in own for turn in turns):
+            began = time.monotonic()
+            if rounds >= 2 and began >= ends:
+                return
+            answer = (patiently if server is plain else ask)(server, turn.messages)
+            tally.add(answer, began, tie=is_tie(plain, turn, answer))
+        rounds += 1
+
+
+def resident(server: Server) -> int:
+    """Bytes of memory that the server has."""
+    with open(f"/proc/{server.process.pid}/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS")) * 1024
+
+
+@contextmanager
+def every(seconds: float, do: Callable[[], None]) -> Iterator[list[BaseException]]:
+    """Something done over and over meanwhile; what it raised."""
+    over, raised = threading.Event(), []
+
+    def loop() -> None:
+        while not over.wait(seconds):
+            try:
+                do()
+            except BaseException as error:
+                raised.append(error)
+                return
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    try:
+        yield raised
+    finally:
+        over.set()
+        thread.join()
+    assert not raised, raised
+
+
+def command(*arguments: str | Path) -> dict[str, Any]:
+    """What a command says of the directory. The only failure allowed: the server itself collects just then."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstore", *map(str, arguments), "--json"], capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in done.stderr
+    document = json.loads(done.stdout) if done.stdout else {}
+    assert done.returncode == 0 or document.get("busy"), done.stdout + done.stderr
+    return document
+
+
+def load(
+    server: Server, plain: Server, all_of_them: list[list[list[Right]]], seconds: float
+) -> tuple[Tally, list[tuple[float, int]]]:
+    """All clients at once for so long: what they saw, and the server's memory meanwhile."""
+    tally, memory = Tally(), []
+    ends = time.monotonic() + seconds
+    with (
+        every(0.25, lambda: memory.append((time.monotonic(), resident(server)))),
+        ThreadPoolExecutor(CLIENTS) as pool,
+    ):
+        for each in [pool.submit(talk, server, plain, own, ends, tally) for own in all_of_them]:
+            each.result()
+    return tally, memory
+
+
+def thirds(pairs: list[tuple[float, float]]) -> list[float]:
+    """The medians of the first, second and last third of the time."""
+    first, last = pairs[0][0], pairs[-1][0]
+    cut: list[list[float]] = [[], [], []]
+    for at, value in pairs:
+        cut[min(2, int(3 * (at - first) / (last - first)))].append(value)
+    return [statistics.median(values) for values in cut]
+
+
+def run(serve, model: Path, directory: Path, seconds: float, conversations: int, turns: int) -> dict[str, Any]:
+    """The whole test but for what needs a long run; its figures."""
+    plain = serve(model, *SERVER)
+    idle = resident(plain)
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [[pool.submit(conversation, plain, c, n, turns) for n in range(conversations)] for c in range(CLIENTS)]
+        expected = [[each.result() for each in own] for own in jobs]
+    every_one = [turn for own in expected for turns in own for turn in turns]
+    assert len({tuple(round(each, 3) for each in turn.logprobs) for turn in every_one}) == len(every_one)
+    _, without = load(plain, plain, expected, max(6.0, seconds / 10))
+
+    # Less than all of it is kept by the server's own collections, and still less by those of the command.
+    whole = sum(turns[-1].size for own in expected for turns in own)
+    budget, collected = (str(FOLDERS + int(share * whole)) for share in (0.7, 0.5))
+    server = serve(model, *SERVER, "--kv-cache-dir", str(directory), "--kv-cache-size", budget, *CACHE)
+    added = resident(server) - idle
+    collections, checks = [], []
+    with (
+        every(1.0, lambda: collections.append(command("gc", directory, "--size", collected))),
+        every(1.0, lambda: checks.append(command("fsck", directory))),
+    ):
+        tally, memory = load(server, plain, expected, seconds)
+    assert not server.warnings
+    assert "Traceback" not in server.log
+    peak, plain_peak = (max(size for _, size in sizes) for sizes in (memory, without))
+    assert server.stop() == 0
+    assert command("fsck", directory, "--read-data")["errors"] == 0
+
+    assert tally.reused_tokens > 0.3 * tally.prompt_tokens
+    assert tally.ties < 0.01 * len(tally.requests)
+    assert len(collections) > 1
+    assert len(checks) > 1
+    # What the same load takes without a directory, what a directory adds before there is any, and for each conversation
+    # that is under way two copies of all its rows: restored ones, and those that wait to be written.
+    assert peak < plain_peak + max(0, added) + 2 * CLIENTS * tally.longest * TOKEN_BYTES
+    latency = thirds(tally.requests)
+    held = thirds(memory)
+    return {
+        "requests": len(tally.requests),
+        "prompt_tokens": tally.prompt_tokens,
+        "reused_tokens": tally.reused_tokens,
+        "longest": tally.longest,
+        "ties": tally.ties,
+        "collections": len(collections),
+        "collected_nodes": sum(each["nodes"] for each in collections),
+        "checks": len(checks),
+        "latency_ms_first": round(latency[0] * 1e3),
+        "latency_ms_last": round(latency[-1] * 1e3),
+        "memory_mib_peak": round(peak / 2**20),
+        "memory_mib_peak_without": round(plain_peak / 2**20),
+        "memory_thirds": [round(size) for size in held],
+    }
+
+
+def test_a_little(serve, tiny_llama, tmp_path):
+    run(serve, tiny_llama, tmp_path / "cache", 20, conversations=1, turns=2)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(2400)
+def test_ten_minutes(serve, tiny_llama, tmp_path, record_property):
+    record_property("what", "Sixteen conversations at once with one server of a tiny model, beside gc and fsck")
+    figures = run(serve, tiny_llama, tmp_path / "cache", 600, conversations=3, turns=4)
+    for each in figures.items():
+        record_property(*each)
+    assert figures["collected_nodes"] > 0  # what is younger than a minute it leaves alone
+    assert figures["latency_ms_last"] < STEADY * figures["latency_ms_first"]
+    # Nothing is kept of a request for good: less than one more copy of what sixteen conversations hold at once.
+    held = figures["memory_thirds"]
+    assert held[2] - held[1] < CLIENTS * figures["longest"] * TOKEN_BYTES
