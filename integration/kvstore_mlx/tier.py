@@ -299,8 +299,11 @@ def _align(tokens: list[int], caches: list[Any]) -> list[int]:
     the next turn of a conversation then gets another answer than without its cache. None at all when they cannot be
     cut: mlx-lm would not decode with such caches either.
     """
-    counts = [count for count in _counts(caches) if count is not None]
     leaves = [leaf for _, leaf in leaves_of(caches)]
+    try:
+        counts = [count for count in _counts(caches) if count is not None]
+    except ValueError:
+        return []
     if len(counts) < len(leaves) or not can_trim_prompt_cache(caches):
         return []
     both = min([len(tokens), *counts])
@@ -318,7 +321,9 @@ def _cut_to(caches: Sequence[Any], tokens: int) -> bool:
 
 
 def _counts(caches: Sequence[Any]) -> list[int | None]:
-    """Tokens that each cache holds, None for those that do not count them, or that no codec knows."""
+    """Tokens that each cache holds, None for those that do not count them, or that no codec knows; ValueError for one
+    that cannot go on.
+    """
     counts: list[int | None] = []
     for _, leaf in leaves_of(caches):
         codec = codec_of(leaf)
