@@ -53,7 +53,9 @@ class _Lineage:
         self._nodes = nodes
         self._usable = {node.key: node for node in nodes if node.kind == "kv" and node.key not in judge.doomed}
         bare = {key for key, node in self._usable.items() if not node.digests}
-        self._above_blocks = {node.parent for node in nodes if node.parent in bare and node.digests and node.first}
+        self._above_blocks = {
+            node.parent for node in nodes if node.parent in bare and node.kind == "kv" and node.digests and node.first
+        }
         self._spared = _spared(judge)
         self._full = f"-{judge.context.interval}-"
 

@@ -37,9 +37,9 @@ from fsck_support import (
     run,
     snapshot,
 )
-from gc_support import DAY, TENANT, prompt, publish, space_of
+from gc_support import DAY, TENANT, prompt, publish, space_of, state
 
-from kvstore import FileSystem, Store
+from kvstore import FileSystem, Span, Store
 from kvstore.context import Owner, this_process
 from kvstore.errors import DamagedBlockError
 from kvstore.fsck import ExitCode
@@ -435,6 +435,18 @@ def test_finding(name, root):
         assert where in {finding.path for finding in after.findings}
     else:
         assert not [finding for finding in after.findings if finding.code == case.code or finding.severity == "error"]
+
+
+def test_an_engine_that_keeps_nothing_per_token_has_blocks_for_its_states_only(tmp_path):
+    """Found by the conformance suite: a state has a block, and continues what the node beside it continues."""
+    with open_store(tmp_path / "cache") as store:
+        space = space_of(store)
+        space.publish(LONG, [Span(first, min(16, 40 - first), (), []) for first in (0, 16, 32)])
+        for end in (16, 32, 40):
+            space.publish_state(LONG[:end], state(end))
+    report = run(tmp_path / "cache", read_data=True)
+    assert report.findings == ()
+    assert (report.counts.manifests, report.counts.states) == (3, 3)
 
 
 def test_shared_directories_may_be_open(tmp_path):
