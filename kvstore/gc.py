@@ -36,7 +36,6 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
-from pathlib import Path
 
 from kvstore.context import Context, this_process
 from kvstore.errors import KVStoreError
@@ -268,9 +267,11 @@ class _Collection:
 
     def _remove_nodes(self, plan: Plan, found: Scan, marks: Marks) -> None:
         """Remove the victims, and the blocks that nothing names any more."""
+        base = f"{self._context.layout.nodes}/"
 
-        def manifest_of(index: int) -> tuple[Path]:
-            return (marks.nodes[index].file.path(self._context.layout),)
+        def manifest_of(index: int) -> tuple[str]:
+            file = marks.nodes[index].file
+            return (f"{base}{file.namespace}/{file.file[:2]}/{file.file}",)
 
         kept: set[str] = set()
         beside = _kv_beside_states(plan, marks)

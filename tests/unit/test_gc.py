@@ -553,10 +553,10 @@ def test_many_victims_go_in_batches_with_the_lock_free_in_between(writer):
     with ahead(writer.path) as later:
         report = collect(later.context, Policy(size=0), pause=points.append)
     assert report.nodes == report.blocks == 140
-    # Three of sixty-four, or more where the disk is slow (tests/unit/test_sweep.py has their times).
+    # Two at least, and more where the disk is slow (tests/unit/test_sweep.py has their times).
     stages = "".join("b" if point == "batch" else "|" for point in points).split("|")
     assert [point for point in points if point != "batch"] == ["scanned", "marked", "planned", "unnamed"]
-    assert [len(batches) >= 3 for batches in stages] == [False, False, False, True, True]
+    assert [len(batches) >= 2 for batches in stages] == [False, False, False, True, True]
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -8,6 +8,7 @@ import resource
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -40,18 +41,24 @@ def full(tmp_path) -> Path:
 
 
 class Holds:
-    """When the publish lock was taken and let go."""
+    """When the publish lock was taken and let go, and how many slow calls there were meanwhile: with other programs on
+    the processors a time says little about a hold, and what happens under it says all.
+    """
 
     def __init__(self) -> None:
         self.times: list[tuple[float, float]] = []
+        self.slow: list[int] = []
+        self.held = False
 
-    @property
-    def median(self) -> float:
-        return sorted(end - start for start, end in self.times)[len(self.times) // 2]
+    def slow_call(self) -> None:
+        if self.held:
+            self.slow[-1] += 1
+        time.sleep(SLOW)
 
     @property
     def longest(self) -> float:
-        return max(end - start for start, end in self.times)
+        """Seconds of slow calls under one hold."""
+        return max(self.slow) * SLOW
 
     @property
     def shortest_gap(self) -> float:
@@ -67,7 +74,12 @@ def holds(monkeypatch) -> Holds:
     def timed(layout):
         with real(layout):
             start = time.perf_counter()
-            yield
+            found.slow.append(0)
+            found.held = True
+            try:
+                yield
+            finally:
+                found.held = False
             end = time.perf_counter()
         found.times.append((start, end))
 
@@ -75,17 +87,23 @@ def holds(monkeypatch) -> Holds:
     return found
 
 
+@dataclass(frozen=True)
 class SlowClose(FileSystem):
     """As with large files: a name goes at once, and the space is given back when the last descriptor is closed."""
 
+    holds: Holds = field(default_factory=Holds)
+
     def close(self, fd):
         if os.fstat(fd).st_nlink == 0:
-            time.sleep(SLOW)
+            self.holds.slow_call()
         super().close(fd)
 
 
+@dataclass(frozen=True)
 class SlowUnlink(FileSystem):
     """As where a file cannot be opened first: all of its removal is under the lock."""
+
+    holds: Holds = field(default_factory=Holds)
 
     def open_fd(self, path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
@@ -94,7 +112,7 @@ class SlowUnlink(FileSystem):
         return FAST.read_file(path, limit)
 
     def unlink(self, path):
-        time.sleep(SLOW)
+        self.holds.slow_call()
         super().unlink(path)
 
 
@@ -112,22 +130,20 @@ def clear_all(root: Path, fs: FileSystem) -> None:
 
 @pytest.mark.parametrize("remove", [gc, clear_all])
 def test_space_is_given_back_when_the_lock_is_free(full, holds, remove):
-    remove(full, SlowClose(FAST.durability))
-    assert holds.median < SLOW
-    assert holds.longest < 0.1  # where others have the processors meanwhile
+    remove(full, SlowClose(FAST.durability, holds=holds))
+    assert holds.longest == 0
     assert holds.shortest_gap > POLL_S
 
 
 @pytest.mark.parametrize("remove", [gc, clear_all])
 def test_slow_removals_are_one_to_a_hold_and_others_have_as_long(full, holds, remove):
-    remove(full, SlowUnlink(FAST.durability))
-    assert len(holds.times) > 2 * FILES
-    assert holds.median < 2 * SLOW
-    assert holds.longest < 0.1
+    remove(full, SlowUnlink(FAST.durability, holds=holds))
+    assert holds.longest == SLOW
+    assert sum(holds.slow) - 2 * FILES in {0, 1}  # clear removes the description, too
     assert holds.shortest_gap >= SLOW
 
 
-def test_a_publisher_gets_the_lock_in_between(full):
+def test_a_publisher_gets_the_lock_in_between(full, holds):
     """Not by luck: it asks every 5 ms, and every gap is longer."""
     waits = []
     stop = threading.Event()
@@ -140,14 +156,15 @@ def test_a_publisher_gets_the_lock_in_between(full):
                 waits.append(time.perf_counter() - began)
 
     publisher = threading.Thread(target=work)
-    with ahead(full, HOUR, SlowUnlink(FAST.durability)) as store:
+    with ahead(full, HOUR, SlowUnlink(FAST.durability, holds=holds)) as store:
         publisher.start()
         report = collect(store.context, Policy(size=0, namespace=INFO.id))
         stop.set()
         publisher.join()
     assert report.nodes == FILES
-    assert len(waits) > 10
-    assert sorted(waits)[len(waits) // 2] < 0.1
+    assert holds.longest == SLOW
+    assert len(waits) > 5
+    assert max(waits) < 5
 
 
 def test_without_descriptors_batches_are_smaller(full, monkeypatch):
@@ -188,7 +205,7 @@ def test_a_process_that_has_no_descriptor_left_removes_all_the_same(full):
     gc(full, NoneLeft(FAST.durability))
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(256, 32), (1024, 64), (8, 1), (resource.RLIM_INFINITY, 64)])
+@pytest.mark.parametrize(("limit", "expected"), [(256, 32), (1024, 128), (8, 1), (resource.RLIM_INFINITY, 128)])
 def test_how_many_are_opened_follows_the_limit_of_the_process(full, monkeypatch, limit, expected):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     with open_store(full, None) as store:
@@ -288,14 +305,14 @@ def test_names_that_form_circles_end_and_lose_nothing(edges):
     assert sorted(in_disk_order(range(len(nodes)), Marks(nodes))) == list(range(len(nodes)))
 
 
-def test_a_batch_is_sixty_four_files_at_most(full, holds):
+def test_a_hold_is_for_so_many_files_at_most(full, holds):
     with open_store(full, None) as store:
-        for seed in range(FILES, 130):
+        for seed in range(FILES, 140):
             publish(space_of(store), prompt(9, seed))
     with later(full, HOUR) as store:
         sweeper = Sweeper(store.context, lambda _: None, dry_run=False)
         with sweeper.in_short_holds(blocks(full), lambda path: (path,)) as held:
             seen = list(held)
     assert seen == blocks(full)
-    assert len(holds.times) >= 3
+    assert len(holds.times) >= 2
     check_valid(full)
