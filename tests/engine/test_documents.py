@@ -163,9 +163,7 @@ def test_a_desk_has_what_documents_talk_of(desk):
         assert "A date or a time differs." in run(f"kvstore why DIR --prompt {form} --model path/to/model")
     assert "all 200 tokens are saved" in run("kvstore why DIR --tokens tokens.json")
     assert json.loads(run("kvstore show KEY --json"))["complete"]
-    told = run(
-        "rsync --archive studio:.cache/kv/ /srv/elsewhere/ && kvstore ls /srv/elsewhere --json"
-    )
+    told = run("rsync --archive studio:.cache/kv/ /srv/elsewhere/ && kvstore ls /srv/elsewhere --json")
     assert told.count('"key"') >= 2
 
 
