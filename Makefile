@@ -3,7 +3,7 @@
 
 PY := .venv/bin/python
 
-.PHONY: man docs exactness models help demo test soak reliability lint bench bench-quick setup clean
+.PHONY: man docs screens exactness models help demo test soak reliability lint bench bench-quick setup clean
 
 help:
 	@echo "make demo    a coding-review conversation on a real model: disabled, first write, repeat, restart"
@@ -16,6 +16,7 @@ help:
 	@echo "make bench-page  docs/benchmarks.md anew from the raw values in docs/bench"
 	@echo "make exactness  how much the pieces of a prefill matter on this machine: docs/exactness.md"
 	@echo "make models  every model family of mlx-lm, tiny, restored and compared: docs/models.md; MODELS=llama for one"
+	@echo "make screens  the pictures of docs/screens.md"
 	@echo "make docs    the documentation site: build/site/index.html"
 	@echo "make man     docs/man/kvstore.1 anew from the command line"
 	@echo "make clean   remove .venv and build"
@@ -69,6 +70,9 @@ docs: .venv/.docs
 
 man: .venv/.ready
 	$(PY) tools/man_page.py
+
+screens: .venv/.ready
+	$(PY) tools/screens.py
 
 clean:
 	rm -rf .venv build

@@ -121,6 +121,11 @@ class Server:
         self._client.close()
 
     @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self._port
+
+    @property
     def process(self) -> subprocess.Popen[bytes]:
         """The running process."""
         assert self._process is not None
