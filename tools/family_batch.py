@@ -13,7 +13,7 @@ import numpy as np
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
-from family_runs import ROUNDING, STEP, Uninterrupted, forward, tokens_of
+from family_runs import ROUNDING, STEP, Uninterrupted, forward, pieces, tokens_of
 from family_scenarios import ANSWER, INTERVAL, PROMPT, SHORT, Outcome, cuts_of, open_directory, stateful_of
 from kvstore.fs import Durability
 from kvstore.store import Store
@@ -103,12 +103,14 @@ def kept(row: str, model: Any, directory: Path) -> Outcome:
                 alone = Uninterrupted(model).prefill(prompt, cuts_of(session.stateful, prompt))
                 for token in answer:
                     forward(model, alone.caches, [token])
-                expected = forward(model, alone.caches, tokens[held:])
+                expected = _go_on(model, alone.caches, tokens, held)
                 run = session.prefill(tokens)
                 found = [("disk", run.cached_tokens, run.logits)]
                 caches, rest = LRUPromptCache.fetch_nearest_cache(tier, KEY, tokens)
                 if caches is not None:
-                    found.append(("memory", len(tokens) - len(rest), forward(model, caches, rest)))
+                    found.append(
+                        ("memory", len(tokens) - len(rest), _go_on(model, caches, tokens, len(tokens) - len(rest)))
+                    )
                 for place, known, logits in found:
                     far = _far(logits, expected)
                     if far > ROUNDING:
@@ -118,6 +120,15 @@ def kept(row: str, model: Any, directory: Path) -> Outcome:
         if not whole:
             outcome.notes.append(f"{LEFT_OUT}{name}")
     return outcome
+
+
+def _go_on(model: Any, caches: list[Any], tokens: Sequence[int], count: int) -> Any:
+    """The logits after tokens of which caches hold so many, in a session's pieces: plamo3's mask is one row wider than
+    its window, which makes a difference of whether the last token is one.
+    """
+    for first, last in pieces(count, len(tokens), []):
+        logits = forward(model, caches, tokens[first:last])
+    return logits
 
 
 def _far(ours: Any, theirs: Any) -> float:

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 __all__ = [
     "ROUNDING",
     "STEP",
+    "STEPS",
     "Answer",
     "Quantized",
     "Uninterrupted",
@@ -33,6 +34,9 @@ STEP = 96
 ROUNDING = 1e-3
 """Largest difference of a logit, over the largest, that other kernels make. (A wrong row makes a tenth and more.)"""
 
+STEPS = 0.05
+"""The same of quantized caches, of which other kernels' last bits move single numbers by a whole step."""
+
 Quantized = tuple[int, int] | None
 """Bits and group size of --kv-bits."""
 
@@ -48,12 +52,12 @@ class Answer:
         """Every token and every bit of the logits (some families forbid tokens by minus infinity)."""
         return self.tokens == other.tokens and np.array_equal(self.logits, other.logits)
 
-    def near(self, other: Answer) -> bool:
-        """Every token, and logits that differ by what other kernels make of the same."""
+    def near(self, other: Answer, rounding: float) -> bool:
+        """Every token, and logits that differ by no more than this part of the largest."""
         finite = np.isfinite(other.logits)
         with np.errstate(invalid="ignore"):
             far = np.abs(self.logits - other.logits)[finite].max()
-        return self.tokens == other.tokens and bool(far <= ROUNDING * np.abs(other.logits[finite]).max())
+        return self.tokens == other.tokens and bool(far <= rounding * np.abs(other.logits[finite]).max())
 
 
 def difference(ours: Answer, theirs: Answer) -> str:
