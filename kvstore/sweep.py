@@ -141,9 +141,9 @@ class Sweeper:
 
     def _close(self, ready: Iterable[_Ready[_T]]) -> None:
         for _, opened in ready:
-            for fd in opened:
+            while opened:
                 with suppress(OSError):  # It is closed all the same, and nothing was written to it.
-                    self._context.fs.close(fd)
+                    self._context.fs.close(opened.pop())
 
     def remove(self, file: Doomed) -> bool:
         """Remove a file that did not change, with the lock held. True when it is gone, whoever removed it."""

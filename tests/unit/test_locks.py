@@ -12,13 +12,14 @@ import sys
 import threading
 import time
 
+import filelock
 import pytest
 from core_support import open_store
 
 from kvstore import LockTimeoutError, UnavailableError
 from kvstore.clear import clear
 from kvstore.layout import Layout
-from kvstore.locks import gc_lock, publish_lock
+from kvstore.locks import POLL_S, gc_lock, publish_lock
 
 HOLD = """
 import sys, time
@@ -65,6 +66,21 @@ def test_clearing_without_the_publish_lock_ends_with_a_sentence(layout, holder, 
     with open_store(layout.root) as store:
         report = clear(store.context)
     assert "publish.lock is held by another process" in report.error
+
+
+def test_who_has_waited_asks_more_often_and_not_longer(layout, holder, monkeypatch):
+    asked: list[tuple[float, float]] = []
+    real = filelock.FileLock.acquire
+
+    def acquire(self, timeout=None, poll_interval=None):
+        asked.append((timeout, poll_interval or self.poll_interval))
+        return real(self, timeout=timeout, poll_interval=poll_interval)
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", acquire)
+    for timeout in (0, 0.05, 0.3):
+        with pytest.raises(LockTimeoutError), publish_lock(layout, timeout):
+            pass
+    assert asked == [(0, POLL_S), (0.05, POLL_S), (0.1, POLL_S), (pytest.approx(0.2), POLL_S / 5)]
 
 
 @pytest.mark.timeout(30)
