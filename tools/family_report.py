@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,6 +100,14 @@ def _kept(row: Row) -> str:
     return f"not {' or '.join(left_out)}" if left_out else "all"
 
 
+_BITS = re.compile(r"^(kv-bits \d, )?[^:]*: (mlx-lm's cache in memory gives other bits) \(logits differ by [^)]*\)$")
+
+
+def _other_bits(note: re.Match[str]) -> str:
+    """One note for all branches and sizes of what rounding makes of them."""
+    return f"{note[2]} than a run that is cut at its end" + (", with --kv-bits" if note[1] else "")
+
+
 def document(rows: Sequence[Row], unbuildable: Mapping[str, str], versions: Mapping[str, str]) -> str:
     """docs/models.md."""
     right = sum(row.right for row in rows)
@@ -109,7 +118,7 @@ def document(rows: Sequence[Row], unbuildable: Mapping[str, str], versions: Mapp
     lines += [f"- `{name}`: {reason}." for name, reason in sorted(unbuildable.items())]
     notes: dict[str, list[str]] = {}
     for row in rows:
-        for note in dict.fromkeys(row.notes):
+        for note in dict.fromkeys(_BITS.sub(_other_bits, note) for note in row.notes):
             notes.setdefault(note, []).append(row.name)
     if notes:
         lines += ["", "## Notes", ""]
