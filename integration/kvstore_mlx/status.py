@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 from kvstore.context import this_process
 from kvstore.glance import Glance, glance
+from kvstore.pacing import Pace
 from kvstore.sizes import format_size
 from kvstore.stats import read_stats
 from kvstore.store import Store, unavailable
@@ -26,10 +26,8 @@ __all__ = ["Status", "sentence"]
 
 log = logging.getLogger("kvstore")
 
-IDLE = 4
-"""Rest for so many times the work: Python runs one thread at a time, and the engine's must not wait for this one."""
-
-_TURN_S = 0.002
+SHARE = 0.2
+"""Of its time that the thread works: Python runs one thread at a time, and the engine's must not wait for this one."""
 
 _ID_DIGITS = 12
 """What of a namespace's id is shown: as `kvstore why` and `ls` show it, and as commands take it."""
@@ -112,16 +110,12 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _rests(wait: Callable[[float], bool]) -> Callable[[], None]:
-    """What a scan calls at each folder: every few milliseconds of work it waits for IDLE times as long."""
-    worked = time.thread_time()
+    """What a scan calls at each folder. wait: sleep, and say whether to look no further."""
 
-    def rest() -> None:
-        nonlocal worked
-        took = time.thread_time() - worked
-        if took < _TURN_S:
-            return
-        if wait(IDLE * took):
+    def sleep(seconds: float) -> None:
+        if wait(seconds):
             raise _StoppedError
-        worked = time.thread_time()
 
-    return rest
+    pace = Pace(sleep)
+    pace.share = lambda: SHARE
+    return pace.resting()
