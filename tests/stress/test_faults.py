@@ -197,6 +197,7 @@ def count_calls(operation: Operation, base: Path, place: Path) -> int:
 
 
 WHAT = "Every operation, each of its calls failing in turn"
+AWAY = "Every operation, the directory gone or emptied at each of its calls"
 
 
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
@@ -238,9 +239,12 @@ class naming:  # noqa: N801 - reads as a statement
 
 @pytest.mark.parametrize("empty", [False, True], ids=["gone", "an empty mount point"])
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-def test_the_directory_vanishes_at_a_call(base, place, operation, empty):
+def test_the_directory_vanishes_at_a_call(base, place, operation, empty, record_property):
     root = place / "store"
-    for at in range(count_calls(operation, base, place)):
+    calls = count_calls(operation, base, place)
+    record_property("what", AWAY)
+    record_property("faults", calls)
+    for at in range(calls):
         fault = Vanish(root=root, empty=empty)
         with open_base(base, place, fault) as store:
             fault.calls.clear()
@@ -257,9 +261,12 @@ def test_the_directory_vanishes_at_a_call(base, place, operation, empty):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-def test_the_directory_is_emptied_at_a_call(base, place, operation):
+def test_the_directory_is_emptied_at_a_call(base, place, operation, record_property):
     """Whatever was under way: what is published next finds a directory that was set up anew, and no error."""
-    for at in range(count_calls(operation, base, place)):
+    calls = count_calls(operation, base, place)
+    record_property("what", AWAY)
+    record_property("faults", calls)
+    for at in range(calls):
         fault = Emptied(root=place / "store")
         with open_base(base, place, fault) as store:
             fault.calls.clear()
@@ -309,7 +316,7 @@ def open_new(place: Path, fault: Fault) -> Store:
 
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
 @pytest.mark.parametrize("name", ERRORS)
-def test_creating_a_directory_fails(place, name, lasting):
+def test_creating_a_directory_fails(place, name, lasting, record_property):
     at = 0
     while True:
         shutil.rmtree(place / "new", ignore_errors=True)
@@ -327,12 +334,14 @@ def test_creating_a_directory_fails(place, name, lasting):
             assert left == [] or lasting
             examine(store.path)
         if done:
+            record_property("what", WHAT)
+            record_property("faults", at)
             return
         at += 1
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_opening_fails(base, place, name):
+def test_opening_fails(base, place, name, record_property):
     at = 0
     while True:
         open_base(base, place, Fault()).close()
@@ -344,6 +353,8 @@ def test_opening_fails(base, place, name):
             with Store.open(place / "store") as store:
                 assert restore(store) == 40
         if done:
+            record_property("what", WHAT)
+            record_property("faults", at)
             return
         at += 1
 

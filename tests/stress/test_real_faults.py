@@ -27,6 +27,7 @@ INFO = NamespaceInfo({"model": "faults"})
 ORACLE = Oracle()
 PAGE = os.sysconf("SC_PAGE_SIZE")
 AHEAD = 3 * 86_400 * 10**9
+WHAT = "Faults of the kernel's: no room, no inodes, no descriptors"
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +98,7 @@ def restored(store: Store, number: int, count: int = 150) -> int:
     return result.tokens
 
 
-def test_a_disk_with_any_number_of_pages_left(mounted):
+def test_a_disk_with_any_number_of_pages_left(mounted, record_property):
     """From none on, until a publish with everything it needs fits in: the disk is full at every one of its calls."""
     with Store.open(mounted / "store", interval=INTERVAL) as store:
         publish(store, 0)
@@ -129,9 +130,11 @@ def test_a_disk_with_any_number_of_pages_left(mounted):
     assert failed > 5
     assert succeeded > 3
     examine(mounted / "store")
+    record_property("what", WHAT)
+    record_property("faults", failed)
 
 
-def test_a_directory_on_a_disk_with_any_number_of_pages_left(mounted):
+def test_a_directory_on_a_disk_with_any_number_of_pages_left(mounted, record_property):
     failed = 0
     for pages in range(40):
         with pages_left(mounted, pages):
@@ -146,6 +149,8 @@ def test_a_directory_on_a_disk_with_any_number_of_pages_left(mounted):
         examine(mounted / "store")
         shutil.rmtree(mounted / "store")
     assert 0 < failed < 40
+    record_property("what", WHAT)
+    record_property("faults", failed)
 
 
 def test_filled_to_the_last_byte_and_collected(mounted):
@@ -168,7 +173,7 @@ def test_filled_to_the_last_byte_and_collected(mounted):
     assert staged(mounted / "store") == []
 
 
-def test_no_inodes_left(mounted):
+def test_no_inodes_left(mounted, record_property):
     with Store.open(mounted / "store", interval=INTERVAL) as store:
         publish(store, 0)
         used = mounted / "inodes"
@@ -185,6 +190,8 @@ def test_no_inodes_left(mounted):
             assert restored(store, 0) == 150
             made.pop().unlink()
         assert failed > 5
+        record_property("what", WHAT)
+        record_property("faults", failed)
         shutil.rmtree(used)
         publish(store, 99)
         assert restored(store, 99) == 150
@@ -285,7 +292,9 @@ def descriptors_left(count: int):
 
 
 @pytest.mark.parametrize("left", range(6))
-def test_no_file_descriptors_left(tmp_path, left):
+def test_no_file_descriptors_left(tmp_path, left, record_property):
+    record_property("what", WHAT)
+    record_property("faults", 1)
     with Store.open(tmp_path / "store", interval=INTERVAL, durability=Durability.NONE) as store:
         publish(store, 0)
         with descriptors_left(left):
