@@ -229,7 +229,7 @@ def run(serve, model: Path, directory: Path, seconds: float, conversations: int,
     assert command("fsck", directory, "--read-data")["errors"] == 0
 
     assert tally.reused_tokens > 0.3 * tally.prompt_tokens
-    assert tally.ties < 0.01 * len(tally.requests)
+    assert tally.ties <= 1 + len(tally.requests) // 100
     assert len(collections) > 1
     assert len(checks) > 1
     # What the same load takes without a directory, what a directory adds before there is any, and for each conversation
