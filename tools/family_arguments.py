@@ -222,6 +222,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"rope_scaling": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
     "deepseek_v41": {
         "head_dim": 32,
+        "qk_rope_head_dim": 8,
         "o_groups": 2,
         "o_lora_rank": 16,
         "compress_ratios": (0, 4, 4, 4),
