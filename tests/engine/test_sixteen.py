@@ -26,6 +26,8 @@ import pytest
 from conftest import TINY_LLAMA
 from engine_support import Answer, Server
 
+from kvstore_mlx.housekeeping import Refusal
+
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the server's memory from /proc")
 
 CLIENTS = 16
@@ -222,7 +224,8 @@ def run(serve, model: Path, directory: Path, seconds: float, conversations: int,
         every(1.0, lambda: checks.append(command("fsck", directory))),
     ):
         tally, memory = load(server, plain, expected, seconds)
-    assert not server.warnings
+    # Where all that fits is in use at once, what is new is not saved, and the log says so.
+    assert [line for line in server.warnings if Refusal.FULL.value not in line] == []
     assert "Traceback" not in server.log
     peak, plain_peak = (max(size for _, size in sizes) for sizes in (memory, without))
     assert server.stop() == 0
