@@ -280,7 +280,7 @@ def test_a_prompt_with_images_is_counted_by_its_tokens(tmp_path):
         phase = 0
 
         def of(self, _model):
-            return SimpleNamespace(usable=[], stateful=False)
+            return SimpleNamespace(usable=[], stateful=False, most=None)
 
     told = []
     tier = TieredPromptCache(10, OneModel(), None, Saving())
