@@ -159,22 +159,26 @@ class RunningServer:
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         responses: Any = None
         try:
-            base = observed_responses(self._server.ResponseGenerator, self._metrics)
-            responses = _responses(
-                base, self._provider, self._tier, self._requests, tokens=self._tokens, loaded=self._loaded
-            )
-            handler = reporting_handler(
-                self._server.APIHandler, self._metrics, self._health, self._gauges, report=self._report
-            )
-            handler = _handler(handler, self._requests)
-            run = self._server._run_http_server  # noqa: SLF001 - its own run calls it
-            run(host, port, responses, server_class=_HTTPServer, handler_class=handler)
+            try:
+                base = observed_responses(self._server.ResponseGenerator, self._metrics)
+                responses = _responses(
+                    base, self._provider, self._tier, self._requests, tokens=self._tokens, loaded=self._loaded
+                )
+                handler = reporting_handler(
+                    self._server.APIHandler, self._metrics, self._health, self._gauges, report=self._report
+                )
+                handler = _handler(handler, self._requests)
+                run = self._server._run_http_server  # noqa: SLF001 - its own run calls it
+                run(host, port, responses, server_class=_HTTPServer, handler_class=handler)
+            except OSError as error:
+                reason = error.strerror or error
+                flag = "--host" if isinstance(error, socket.gaierror) else "--port"
+                self._failure = CannotServeError(
+                    f"cannot listen on {host} port {port}: {reason}; choose another {flag}"
+                )
         except KeyboardInterrupt:
+            # While starting, or while a reason not to was noted.
             log.debug("kvstore: told to stop while starting")
-        except OSError as error:
-            reason = error.strerror or error
-            flag = "--host" if isinstance(error, socket.gaierror) else "--port"
-            self._failure = CannotServeError(f"cannot listen on {host} port {port}: {reason}; choose another {flag}")
         finally:
             self._ending = True
             self._status.close()
