@@ -19,6 +19,9 @@ _SLICE = 1 << 20
 """Bytes between two rests: less than a millisecond of work, and a multiple of every element."""
 
 _WORTH_A_REST_S = 0.0002
+_LONGEST_REST_S = 0.05
+"""However long a slice seems to have taken: on a machine that is short of everything a chunk would take minutes."""
+
 _LOOK_AGAIN_S = 0.02
 
 
@@ -78,7 +81,7 @@ class Pace:
     def _rest(self, worked: float) -> None:
         """Rest as long as the share asks, which may change meanwhile: nobody sleeps on while somebody waits."""
         rested = 0.0
-        while self.share is not None and (left := worked * (1 / self.share() - 1) - rested) > 0:
+        while self.share is not None and (left := min(worked * (1 / self.share() - 1), _LONGEST_REST_S) - rested) > 0:
             nap = min(left, _LOOK_AGAIN_S)
             self._sleep(nap)
             rested += nap
