@@ -35,8 +35,13 @@ MAX_QUEUED_BYTES = 1 << 30
 """Copies that wait to be written. A chunk of an 8B model is 288 MiB, so three of them."""
 
 BUSY_SHARE = 0.015
-"""The part of its time that the thread works while the engine does. A chunk of an 8B model takes some seconds then, and
-every token of these comes 2 % later; at full speed it takes 0.2 s and costs a third of them (`bench decode`)."""
+"""The part of its time that the thread works while the engine makes tokens. A chunk of an 8B model takes nine seconds
+then, and the tokens of these come 2 % later at most; at full speed it takes 0.2 s and costs a third of them (`bench
+decode`)."""
+
+PREFILL_SHARE = 0.1
+"""The same during a prefill, which such a chunk delays by the same in all, fast or slow: what counts is that the copies
+of two chunks seldom lie in memory at once."""
 
 _RELAXED = 0.35
 """The part of the queue up to which there is that much time. A fuller one is written faster, from three times of it on
@@ -111,7 +116,7 @@ class Writer:
         self._pace = housekeeping.pace
         self._pace.share = self._share
         self._monotonic = monotonic
-        self._busy_until = 0.0
+        self._prefill_until = self._steps_until = 0.0
         self._hurried = 0
         self._max_queued = max_queued
         self._pool = Pool(max_queued, address_phase())
@@ -149,22 +154,24 @@ class Writer:
 
     def prefilling(self) -> None:
         """Say that the engine computes a prompt just now."""
-        self._busy_until = max(self._busy_until, self._monotonic() + _PREFILL_S)
+        self._prefill_until = self._monotonic() + _PREFILL_S
 
     def stepped(self) -> None:
         """Say that the engine made a token, and will make another one."""
-        self._busy_until = max(self._busy_until, self._monotonic() + _STEP_S)
+        self._steps_until = self._monotonic() + _STEP_S
 
     def idle(self) -> None:
         """Say that a request ended. Another one that is under way makes itself known by its next token."""
-        self._busy_until = 0.0
+        self._prefill_until = self._steps_until = 0.0
 
     def _share(self) -> float:
         """See Pace.share."""
-        if self._hurried or self._monotonic() >= self._busy_until:
+        now = self._monotonic()
+        if self._hurried or now >= max(self._prefill_until, self._steps_until):
             return 1.0
+        least = BUSY_SHARE if now < self._steps_until else PREFILL_SHARE
         filled = self._queued / self._max_queued
-        return min(1.0, BUSY_SHARE + max(0.0, filled - _RELAXED) / (2 * _RELAXED))
+        return min(1.0, least + max(0.0, filled - _RELAXED) / (2 * _RELAXED))
 
     def refuses(self, form: Form, tokens: bytes, size: int) -> bool:
         """Whether a full chunk at the end of these tokens would not be written; called on the engine's thread."""

@@ -185,9 +185,11 @@ class TestPace:
     def test_beside_a_prefill_until_the_request_ends(self, writer, now):
         writer.prefilling()
         now[0] += 20
-        writer.stepped()  # tells less
+        assert writer._share() == writer_module.PREFILL_SHARE
+        writer.stepped()
+        assert writer._share() == writer_module.BUSY_SHARE, "tokens come more often"
         now[0] += 5
-        assert writer._share() == writer_module.BUSY_SHARE
+        assert writer._share() == writer_module.PREFILL_SHARE
         writer.idle()
         assert writer._share() == 1.0
 
@@ -206,7 +208,8 @@ class TestPace:
     def test_who_waits_for_it_does_not_wait_for_its_rests(self, writer, form, monkeypatch):
         monkeypatch.setattr(writer_module, "BUSY_SHARE", 1e-9)
         monkeypatch.setattr("kvstore.pacing._WORTH_A_REST_S", 0.0)
-        writer.prefilling()
+        monkeypatch.setattr("kvstore.pacing._LONGEST_REST_S", 1e9)
+        writer.stepped()
         writer.offer(job_of(writer, form, 0, 32, 64))
         time.sleep(0.3)
         assert writer.queued, "it would take years"
