@@ -273,10 +273,19 @@ def _responses(
             guarded(lambda: _announce(tier, provider, tokenized, tokenizer=tokenizer, request=request, args=args))
             return tokenized
 
+        _stop: bool
+        _generation_thread: threading.Thread
+
         def stop_and_join(self) -> None:
+            """Once: what does not end in time (a request that is served alone never looks, a model that is being
+            loaded) ends with the process.
+            """
+            if self._stop:
+                return
             if self.generation_available() and not requests.wait_idle(DRAIN_REQUESTS_S):
                 log.warning("kvstore: requests were still running after %.0f s and were cut off", DRAIN_REQUESTS_S)
-            super().stop_and_join()
+            self._stop = True
+            self._generation_thread.join(JOIN_S)
 
     return ResponseGenerator(provider, tier)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import signal
 import threading
 import time
@@ -53,6 +54,31 @@ def test_a_second_signal_does_not_wait(serve, tiny_llama, tmp_path):
     client.join(10)
 
 
-def ask_and_be_cut_off(server) -> None:
-    with pytest.raises(OSError):
-        server.chat(conversation(3), max_tokens=100_000)
+IMPATIENT = """
+from kvstore.cli import main
+from kvstore_mlx import running
+
+running.DRAIN_REQUESTS_S = running.JOIN_S = 1.0
+main()
+"""
+
+
+@pytest.mark.parametrize("more", [{}, {"seed": 1}], ids=["batched", "alone"])
+def test_a_request_that_does_not_end_is_cut_off_and_what_was_saved_is_written(serve, tiny_llama, tmp_path, more):
+    directory = tmp_path / "cache"
+    server = serve(tiny_llama, "--kv-cache-dir", str(directory), *FLAGS, command=("-c", IMPATIENT, "serve"))
+    client = threading.Thread(target=ask_and_be_cut_off, args=(server,), kwargs=more)
+    client.start()
+    server.wait_log("kvstore: reused")
+    time.sleep(2)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(15) == 0
+    assert "were cut off" in server.log
+    client.join(10)
+    again = serve(tiny_llama, "--kv-cache-dir", str(directory)).chat(conversation(3), max_tokens=4)
+    assert again.cached_tokens == again.prompt_tokens - 1
+
+
+def ask_and_be_cut_off(server, **more) -> None:
+    with pytest.raises((OSError, http.client.HTTPException)):
+        server.chat(conversation(3), max_tokens=100_000, **more)
