@@ -105,11 +105,12 @@ class _Remembering:
 
 
 def _request(messages: Any, kwargs: dict[str, Any]) -> bytes | None:
-    """Everything the template is given, as bytes; None for what is not tokenized, is short, or is not plain data.
+    """Everything the template is given, as bytes; None for what is not tokenized, is short, or is not plain data, and
+    for a request with a template of its own, which may look at the clock.
 
     Order matters to a template that prints a dict, so it is kept.
     """
-    if not kwargs.get("tokenize"):
+    if not kwargs.get("tokenize") or kwargs.get("chat_template") is not None:
         return None
     try:
         text = json.dumps([messages, kwargs], separators=(",", ":"), allow_nan=False)
