@@ -133,6 +133,7 @@ class Housekeeping:
             self._used, self._coldest, self._not_before = None, None, 0.0
         if self._used is None or self._since > self._measure_after:
             self._used = self._look(namespace.standing(tokens).stands_on)
+            self._keep_to_budget(namespace.standing(tokens).stands_on)
         if self._used + size <= self._budget:
             return None
         refusal = self._replace(size, namespace, tokens, ahead)
@@ -166,6 +167,19 @@ class Housekeeping:
             return self._measure(collect(self._store.context, policy))
         self._since = 0
         return usage(self._store.context)
+
+    def _keep_to_budget(self, stands_on: Container[Path]) -> None:
+        """Cut a directory back that takes more than it may: the budget was lowered at a restart, or others write, too.
+
+        Then it is not one for another, and how much each is wanted decides the order alone.
+        """
+        if self._used is None or self._used <= self._budget:
+            return
+        policy = Policy(size=self._budget, spare=0, protect=stands_on, protect_ns=JUST_USED_NS, warmth=self._warmth)
+        try:
+            self._measure(collect(self._store.context, policy))
+        except KVStoreError as error:
+            log.warning("kvstore: could not collect: %s", error)
 
     def _replace(self, size: int, namespace: Namespace, tokens: bytes, ahead: int) -> Refusal | None:
         """Collect if the node is warm enough for another to go, and if that was not just found to be of no use."""

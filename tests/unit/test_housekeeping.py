@@ -272,3 +272,17 @@ def test_a_full_directory_that_was_emptied_is_not_full(server):
     assert one.request(prompt(INTERVAL, 78)) is None
     assert one.saved(prompt(INTERVAL, 78)) == INTERVAL
     assert one.house.used <= one.house.budget
+
+
+def test_a_budget_that_is_lowered_at_a_restart_holds_from_the_first_write_on(server):
+    """Also for what was in use a minute ago, which a new chunk alone would not be let in for."""
+    one = server(20)
+    for number in range(4):
+        one.ahead += 5
+        one.request(prompt(4 * INTERVAL, number))
+    before = usage(one.store.context)
+    one.ahead += 11
+    one.house = Housekeeping(one.store, before - 8 * NODE, None, lambda: time.monotonic() + one.ahead)
+    one.request(prompt(INTERVAL, 9))
+    assert usage(one.store.context) <= before - 8 * NODE
+    assert 7 <= len(manifests(one.store.path)) <= 9, "and hardly more goes than has to"
