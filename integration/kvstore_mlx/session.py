@@ -201,7 +201,11 @@ class Session:
             recording.finished(caches, len(tokens), tokens, logits=logits)
 
     async def astream_generate(self, prompt: str | Sequence[int], **kwargs: Any) -> AsyncIterator[GenerationResponse]:
-        """As stream_generate, giving way to other tasks between tokens: MLX computes on the calling thread."""
+        """As stream_generate, giving way to other tasks between tokens: MLX computes on the calling thread.
+
+        What of the prompt is not restored is computed before the first token without giving way, minutes where it is
+        long: a program that serves others meanwhile gives the session a thread of its own.
+        """
         for response in self.stream_generate(prompt, **kwargs):
             yield response
             await asyncio.sleep(0)
