@@ -142,13 +142,19 @@ def recording_stream_generate(
     def wrapped(*args: Any, **kwargs: Any) -> Iterator[Any]:
         recording = tier.take_recording()
         if recording is None:
-            if processors := kwargs.pop("logits_processors", None):
-                kwargs["logits_processors"] = [with_prefix(each, tier.reused) for each in processors]
+            if kwargs.get("logits_processors"):
+                _show(kwargs, tier.reused)
             return generate(*args, **kwargs)  # type: ignore[no-any-return]  # mlx-lm ships no types
         tier.expect(kwargs["prompt_cache"], recording)
         return _Single(recording, quantization).responses(generate, *args, **kwargs)
 
     return wrapped
+
+
+def _show(settings: dict[str, Any], prefix: list[int]) -> None:
+    """Let the logits processors of a request see these tokens before those that the engine computes itself."""
+    if processors := settings.get("logits_processors"):
+        settings["logits_processors"] = [with_prefix(each, prefix) for each in processors]
 
 
 class _Single:
@@ -174,8 +180,7 @@ class _Single:
             if processed:
                 self._reached(prompt_cache, first + processed)
 
-        if processors := kwargs.pop("logits_processors", None):
-            kwargs["logits_processors"] = [with_prefix(processor, tokens[:first]) for processor in processors]
+        _show(kwargs, tokens[:first])
         draft = kwargs.get("draft_model") is not None
         for response in generate(
             *args, prompt=tokens[first:], prompt_cache=prompt_cache, prompt_progress_callback=progress, **kwargs

@@ -132,8 +132,9 @@ class Housekeeping:
             # What was known is about a directory that is not there any more; a full one would refuse this node.
             self._used, self._coldest, self._not_before = None, None, 0.0
         if self._used is None or self._since > self._measure_after:
-            self._used = self._look(namespace.standing(tokens).stands_on)
-            self._keep_to_budget(namespace.standing(tokens).stands_on)
+            stands_on = namespace.standing(tokens).stands_on
+            self._used = self._look(stands_on)
+            self._keep_to_budget(stands_on)
         if self._used + size <= self._budget:
             return None
         refusal = self._replace(size, namespace, tokens, ahead)

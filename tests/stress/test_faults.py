@@ -8,7 +8,6 @@ operation succeeds when it is tried again; and nothing is left in staging after 
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -33,11 +32,7 @@ OLD = 40 * 4
 SCOPE, REQUEST, NEW_REQUEST = b"tokenizer", b"an old request", b"a new request"
 
 
-@pytest.fixture(autouse=True)
-def _quiet():
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.fixture(scope="module")

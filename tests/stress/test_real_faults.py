@@ -5,7 +5,6 @@ As tests/stress/test_faults.py, without a double: a small tmpfs of its own, fill
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
 import shutil
@@ -30,11 +29,7 @@ AHEAD = 3 * 86_400 * 10**9
 WHAT = "Faults of the kernel's: no room, no inodes, no descriptors"
 
 
-@pytest.fixture(autouse=True)
-def _quiet():
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.fixture

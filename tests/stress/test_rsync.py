@@ -6,7 +6,6 @@ it from the start. Whatever lies there, a block is its digest's bytes or a miss,
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import shutil
@@ -31,11 +30,7 @@ OWN = prompt(40, 1000)
 """What the target had before."""
 
 
-@pytest.fixture(autouse=True)
-def _quiet():
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.fixture
