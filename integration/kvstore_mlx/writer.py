@@ -41,7 +41,10 @@ decode`)."""
 
 PREFILL_SHARE = 0.1
 """The same during a prefill, which such a chunk delays by the same in all, fast or slow: what counts is that the copies
-of two chunks seldom lie in memory at once."""
+of two chunks seldom lie in memory at once. Copies of less than PREFILL_BYTES take less of it: most of their writing can
+wait until the first token is out, and then nobody waited for it."""
+
+PREFILL_BYTES = 1 << 27
 
 _RELAXED = 0.35
 """The part of the queue up to which there is that much time. A fuller one is written faster, from three times of it on
@@ -169,7 +172,9 @@ class Writer:
         now = self._monotonic()
         if self._hurried or now >= max(self._prefill_until, self._steps_until):
             return 1.0
-        least = BUSY_SHARE if now < self._steps_until else PREFILL_SHARE
+        least = BUSY_SHARE
+        if now >= self._steps_until:
+            least += (PREFILL_SHARE - BUSY_SHARE) * min(1.0, self._queued / PREFILL_BYTES)
         filled = self._queued / self._max_queued
         return min(1.0, least + max(0.0, filled - _RELAXED) / (2 * _RELAXED))
 

@@ -182,14 +182,18 @@ class TestPace:
         now[0] += 1.1
         assert writer._share() == 1.0
 
-    def test_beside_a_prefill_until_the_request_ends(self, writer, now):
+    def test_beside_a_prefill_until_the_request_ends(self, writer, now, monkeypatch):
         writer.prefilling()
         now[0] += 20
-        assert writer._share() == writer_module.PREFILL_SHARE
+        assert writer._share() == writer_module.BUSY_SHARE, "a little can wait until the first token is out"
+        monkeypatch.setattr(writer_module, "PREFILL_BYTES", MIB)
+        writer._queued = MIB
+        assert writer._share() == pytest.approx(writer_module.PREFILL_SHARE)
         writer.stepped()
         assert writer._share() == writer_module.BUSY_SHARE, "tokens come more often"
         now[0] += 5
-        assert writer._share() == writer_module.PREFILL_SHARE
+        assert writer._share() == pytest.approx(writer_module.PREFILL_SHARE)
+        writer._queued = 0
         writer.idle()
         assert writer._share() == 1.0
 
