@@ -1,4 +1,4 @@
-"""Remove files in short holds of the publish lock, and only those that are still as they were seen.
+"""Remove files in short holds of the publish lock (kvstore.holds), and only those that are still as they were seen.
 
 How files go; which, is the business of gc. Every removal of a collection passes through here: a dry run is the same
 walk with nothing removed.
@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
-import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from kvstore.context import Context
-from kvstore.fs import out_of_files
+from kvstore.holds import ShortHolds
 from kvstore.layout import Layout
-from kvstore.locks import POLL_S, publish_lock
+from kvstore.locks import publish_lock
 from kvstore.marking import Marks
 from kvstore.scan import HashedFile, NodeFile
 
@@ -28,22 +25,10 @@ __all__ = ["Doomed", "Pause", "Sweeper", "batches", "changed", "in_disk_order", 
 Pause: TypeAlias = Callable[[str], None]
 """Called with the name of the point that a collection has reached; a test makes something happen there."""
 
-_AT_ONCE = 128
-"""Files removed under one hold of the publish lock, at most: about three milliseconds."""
-
-_HOLD_S = 0.005
-"""No file more is begun under one hold after this long: a slow disk, or large files that cannot be opened."""
-
-_FREE_S = POLL_S + 0.001
-"""The lock is free at least this long between two holds, and at least as long as it was held: those who wait for it ask
-every POLL_S, and would otherwise find it always taken."""
-
 _PASSED_OVER = {errno.EACCES, errno.EPERM, errno.EBUSY, errno.EISDIR, errno.ENOTEMPTY, errno.ENOTDIR}
 """What concerns one file only (another user's, or a folder in its place); anything else is the disk's and ends it."""
 
 _T = TypeVar("_T")
-_Ready: TypeAlias = tuple[_T, list[int]]
-"""An item, and descriptors of what it may remove."""
 
 
 class Doomed(NamedTuple):
@@ -67,83 +52,36 @@ class Doomed(NamedTuple):
 
 
 class Sweeper:
-    """Removes files and counts: freed bytes on disk, files skipped because they changed, and those it failed at."""
+    """Removes files and counts: freed bytes on disk, files skipped because they changed, and those it failed at.
 
-    def __init__(self, context: Context, pause: Pause, *, dry_run: bool) -> None:
+    told: called with freed bytes after each hold of the lock.
+    """
+
+    def __init__(
+        self, context: Context, pause: Pause, *, dry_run: bool, told: Callable[[int], None] = lambda _: None
+    ) -> None:
         self._context = context
         self._pause = pause
+        self._told = told
         self.dry_run = dry_run
         self.freed = 0
         self.skipped = 0
         self.failed = 0
-        self._at_once = _at_once()
+        self._holds = ShortHolds(context.fs, None if dry_run else self.lock, self._between)
 
     def lock(self) -> AbstractContextManager[None]:
         """The publish lock."""
         return nullcontext() if self.dry_run else publish_lock(self._context.layout)
 
-    @contextmanager
     def in_short_holds(
         self, items: Sequence[_T], paths: Callable[[_T], Iterable[Path | str]]
-    ) -> Iterator[Iterator[_T]]:
-        """Iterate over items with the publish lock held, which is let go now and then; paths: what an item may remove.
+    ) -> AbstractContextManager[Iterator[_T]]:
+        """Iterate over items with the publish lock held now and then; paths: the files that an item may remove."""
+        return self._holds.over(items, paths)
 
-        Those files are opened before the lock is taken, and closed when it is free. So under it a file only loses its
-        name (0.01 ms); giving its space back is most of a removal (0.08 ms for the smallest file on ext4, 60 ms for
-        288 MiB), happens at the close, and is the pause that others need anyway.
-        """
-        with closing(self._turns(items, paths)) as turns:
-            yield turns
-
-    def _turns(self, items: Sequence[_T], paths: Callable[[_T], Iterable[Path | str]]) -> Generator[_T, None, None]:
-        todo = deque(items)
-        ready: list[_Ready[_T]] = []
-        try:
-            while todo or ready:
-                self._open(todo, paths, ready)
-                done = 0
-                with self.lock():
-                    began = time.monotonic()
-                    for item, _ in ready:
-                        done += 1
-                        yield item
-                        if time.monotonic() - began > _HOLD_S:
-                            break
-                ended = time.monotonic()
-                self._close(ready[:done])
-                del ready[:done]
-                self._pause("batch")
-                if not self.dry_run:
-                    time.sleep(max(0.0, ended + max(_FREE_S, ended - began) - time.monotonic()))
-        finally:
-            self._close(ready)
-
-    def _open(self, todo: deque[_T], paths: Callable[[_T], Iterable[Path | str]], ready: list[_Ready[_T]]) -> None:
-        """Open the files of the next items, as many as there may be at once."""
-        while todo and len(ready) < self._at_once:
-            ready.append((todo.popleft(), opened := []))
-            for path in () if self.dry_run else paths(ready[-1][0]):
-                try:
-                    opened.append(self._context.fs.open_fd(path)[0])
-                except OSError as error:
-                    # What cannot be opened (another user's, gone, a FIFO in its place) is removed all the same.
-                    if out_of_files(error):
-                        self._make_do(todo, ready)
-                        return
-
-    def _make_do(self, todo: deque[_T], ready: list[_Ready[_T]]) -> None:
-        """Use half of the descriptors that there were, from now on: others of this process need some."""
-        self._at_once = max(1, len(ready) // 2)
-        back = ready[self._at_once :]
-        del ready[self._at_once :]
-        self._close(back)
-        todo.extendleft(item for item, _ in reversed(back))
-
-    def _close(self, ready: Iterable[_Ready[_T]]) -> None:
-        for _, opened in ready:
-            while opened:
-                with suppress(OSError):  # It is closed all the same, and nothing was written to it.
-                    self._context.fs.close(opened.pop())
+    def _between(self) -> None:
+        self._pause("batch")
+        self._told(self.freed)
 
     def remove(self, file: Doomed) -> bool:
         """Remove a file that did not change, with the lock held. True when it is gone, whoever removed it."""
@@ -198,12 +136,6 @@ class Sweeper:
 def path_of(file: Doomed) -> tuple[Path]:
     """For Sweeper.in_short_holds."""
     return (file.path,)
-
-
-def _at_once() -> int:
-    """Files to have open at once. On macOS a process may have 256, and a server's readers need theirs."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _AT_ONCE if limit == resource.RLIM_INFINITY else max(1, min(_AT_ONCE, limit // 8))
 
 
 def changed(file: Doomed) -> bool:

@@ -7,7 +7,7 @@ import os
 import resource
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,7 @@ import kvstore.sweep
 from kvstore import FileSystem
 from kvstore.clear import clear
 from kvstore.gc import Policy, collect
+from kvstore.holds import ShortHolds
 from kvstore.locks import POLL_S
 from kvstore.marking import Marked, Marks
 from kvstore.scan import NodeFile
@@ -209,7 +210,7 @@ def test_a_process_that_has_no_descriptor_left_removes_all_the_same(full):
 def test_how_many_are_opened_follows_the_limit_of_the_process(full, monkeypatch, limit, expected):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     with open_store(full, None) as store:
-        assert Sweeper(store.context, lambda _: None, dry_run=False)._at_once == expected
+        assert ShortHolds(store.context.fs, nullcontext).at_once == expected
 
 
 def test_no_descriptor_is_left_open_whatever_happens(full):
