@@ -33,9 +33,11 @@ bad file would keep the garbage of the whole directory for ever), and may be evi
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
+from typing import TypeAlias
 
 from kvstore.context import Context, this_process
 from kvstore.errors import KVStoreError
@@ -45,7 +47,12 @@ from kvstore.marking import Marked, Marks, mark
 from kvstore.scan import HashedFile, NodeFile, Scan, appeared, free_bytes, scan, usage
 from kvstore.sweep import Doomed, Pause, Sweeper, batches, changed, in_disk_order, path_of
 
-__all__ = ["GcReport", "Policy", "collect", "usage"]
+__all__ = ["GcReport", "Policy", "Progress", "collect", "usage"]
+
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Called with a stage, how much of it is done, and how much there is: files (0, as nobody knows before they are
+counted), manifests, then bytes to be freed.
+"""
 
 FOREIGN_STAGING_NS = 24 * 3600 * 10**9
 """A staging folder of another machine (a shared volume) is stale after this long: whether its process runs cannot be
@@ -99,15 +106,22 @@ class GcReport:
     sweep_seconds: float = 0.0
 
 
-def collect(context: Context, policy: Policy | None = None, *, pause: Pause = lambda _: None) -> GcReport:
+def collect(
+    context: Context,
+    policy: Policy | None = None,
+    *,
+    pause: Pause = lambda _: None,
+    progress: Progress = lambda _stage, _done, _total: None,
+) -> GcReport:
     """Collect once. Never raises for what the directory or the file system does: see GcReport.error.
 
     A dry run takes no lock and works on a directory that cannot be written. pause is called at named points: scanned,
-    marked, planned, batch (a lock was released), unnamed (manifests are gone, their blocks not yet).
+    marked, planned, batch (a lock was released), unnamed (manifests are gone, their blocks not yet). progress is called
+    without a lock.
     """
     policy = policy or Policy()
     report = GcReport(dry_run=policy.dry_run)
-    collection = _Collection(context, policy, report, pause)
+    collection = _Collection(context, policy, report, pause, progress)
     try:
         if policy.dry_run:
             collection.run()
@@ -131,12 +145,14 @@ def _sentence(error: Exception) -> str:
 class _Collection:
     """One run of collect."""
 
-    def __init__(self, context: Context, policy: Policy, report: GcReport, pause: Pause) -> None:
+    def __init__(self, context: Context, policy: Policy, report: GcReport, pause: Pause, progress: Progress) -> None:
         self._context = context
         self._policy = policy
         self._report = report
         self._pause = pause
-        self._sweeper = Sweeper(context, pause, dry_run=policy.dry_run)
+        self._progress = progress
+        self._doomed = 0
+        self._sweeper = Sweeper(context, pause, dry_run=policy.dry_run, told=self._tell)
         self._now = context.clock()
         self._free = 0
         self._of_namespace = 0
@@ -163,19 +179,25 @@ class _Collection:
     def _look(self) -> tuple[Scan, Marks]:
         """All files, and what the manifests name."""
         report, policy = self._report, self._policy
-        found = scan(self._context)
+        found = scan(self._context, lambda files: self._progress("files", files, 0))
         report.before_bytes = found.tally.allocated
         report.foreign = found.tally.foreign
         self._pause("scanned")
         with self._sweeper.lock():  # the fence
             pass
-        marks = mark(self._context, found.nodes, appeared(self._context.layout, found.nodes))
+        fresh = appeared(self._context.layout, found.nodes)
+        marks = mark(self._context, found.nodes, fresh, partial(self._progress, "manifests"))
         report.damaged = len(marks.unreadable)
         if policy.min_free is not None:
             self._free = free_bytes(self._context)
         if policy.namespace is not None:
             self._of_namespace = _namespace_bytes(policy.namespace, found, marks)
         return found, marks
+
+    def _tell(self, freed: int) -> None:
+        """What is freed of what shall be: more, when tokenizations or what was set aside go beside the plan."""
+        if total := max(freed, self._doomed):
+            self._progress("bytes", freed, total)
 
     def _reclaim(self, found: Scan, marks: Marks) -> None:
         self._remove_staging(found)
@@ -187,6 +209,8 @@ class _Collection:
         plan = choose(self._context, marks, found.blocks, self._policy, need=need, now_ns=self._now, over=over)
         self._report.coldest_ns = plan.coldest_ns
         self._pause("planned")
+        self._doomed = self._sweeper.freed + plan.freed
+        self._tell(self._sweeper.freed)
         self._remove_nodes(plan, found, marks)
         self._remove_tokenizations(found, plan)
         self._report.unmet_bytes, _ = self._missing()
@@ -253,6 +277,7 @@ class _Collection:
         ):
             old = []
         self._report.waiting = len(orphans) - len(old)
+        self._doomed = self._sweeper.freed + sum(block.allocated for block in old)
         self._report.orphans = self._remove_blocks(old)
 
     def _remove_quarantined(self, found: Scan, need: int) -> int:

@@ -10,7 +10,7 @@ references are unknown. Anything else (EIO, EACCES, no descriptors) raises OSErr
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal, NamedTuple
@@ -27,6 +27,9 @@ __all__ = ["Marked", "Marks", "Unreadable", "group_of", "level_of", "mark"]
 Unreadable = Literal["damaged", "newer"]
 
 _RUNG_HEX = 6
+
+_TOLD_EVERY = 256
+"""Manifests between two words to who waits: to say more would cost more than to read them."""
 
 
 class Marked(NamedTuple):
@@ -61,8 +64,15 @@ class Marks:
         return [node for node in self.nodes if node.unreadable]
 
 
-def mark(context: Context, files: Sequence[NodeFile], fresh: Sequence[NodeFile] = ()) -> Marks:
-    """Read these manifests. Raises OSError when one of them can neither be read nor is gone."""
+def mark(
+    context: Context,
+    files: Sequence[NodeFile],
+    fresh: Sequence[NodeFile] = (),
+    told: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Marks:
+    """Read these manifests; told is called with how many were read, of how many. Raises OSError when one of them can
+    neither be read nor is gone.
+    """
     marks = Marks(fresh=frozenset(file.file for file in fresh))
     # By inode: neighbours on disk are read one after the other, which a cold cache repays many times over.
     files = sorted((*files, *fresh), key=attrgetter("inode"))
@@ -71,7 +81,9 @@ def mark(context: Context, files: Sequence[NodeFile], fresh: Sequence[NodeFile] 
     at: dict[str, int] = {}
     named = marks.named
     base = f"{context.layout.nodes}/"
-    for file in files:
+    for done, file in enumerate(files):
+        if not done % _TOLD_EVERY:
+            told(done, len(files))
         found = _read(context, f"{base}{file.namespace}/{file.file[:2]}/{file.file}")
         if found is None:
             continue
@@ -85,6 +97,7 @@ def mark(context: Context, files: Sequence[NodeFile], fresh: Sequence[NodeFile] 
         if tails.has_siblings(file):
             containers.extend((tail, index) for tail in tails.inside(file, found))
             at[file.namespace + file.key] = index
+    told(len(files), len(files))
     for tail, index in containers:
         if tail in at:
             marks.containers.setdefault(at[tail], []).append(index)

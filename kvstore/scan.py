@@ -133,12 +133,15 @@ class SetAside(NamedTuple):
 class Tally:
     """What a pass adds up on its way. allocated: bytes on disk, folders included. foreign: files that are not ours.
 
-    hidden: folders of manifests, among the foreign, that only a lookup where case is folded would find.
+    hidden: folders of manifests, among the foreign, that only a lookup where case is folded would find. files: regular
+    ones in the folders that are ours; told: called with that number, a folder at a time.
     """
 
     allocated: int = 0
     foreign: int = 0
     hidden: int = 0
+    files: int = 0
+    told: Callable[[int], None] = field(default=lambda _: None, repr=False, compare=False)
 
 
 @dataclass(slots=True)
@@ -153,13 +156,14 @@ class Scan:
     tally: Tally = field(default_factory=Tally)
 
 
-def scan(context: Context) -> Scan:
-    """Everything in the directory. Raises OSError when a part of it cannot be seen.
+def scan(context: Context, told: Callable[[int], None] = lambda _: None) -> Scan:
+    """Everything in the directory; told is called with the number of files so far. Raises OSError when a part of it
+    cannot be seen.
 
     Blocks come before manifests: a block whose manifest appears during the scan is then a referenced one, not an
     orphan.
     """
-    layout, tally = context.layout, Tally()
+    layout, tally = context.layout, Tally(told=told)
     for folder in layout.folders:
         # Behind it may be another store, whose files would be taken for this one's rubbish.
         if folder.is_symlink():
@@ -288,6 +292,8 @@ def _files(folder: Path, tally: Tally) -> list[tuple[str, int, int, int, int, in
         else:
             _count_foreign(entry, folder, tally)
     tally.allocated += total
+    tally.files += len(files)
+    tally.told(tally.files)
     return files
 
 

@@ -1,9 +1,10 @@
-"""What some commands share: a bar for long copies, sentences and warnings, one namespace by its id."""
+"""What some commands share: bars for what takes long, sentences and warnings, one namespace by its id."""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, TypeAlias
 
@@ -14,7 +15,18 @@ from kvstore.cli.app import console, namespace_ids, output, plain
 from kvstore.errors import KVStoreError
 from kvstore.store import Store, unavailable
 
-__all__ = ["DryRunOption", "PrefixOption", "Told", "bar", "beginning", "one_namespace", "plain", "say", "warn"]
+__all__ = [
+    "DryRunOption",
+    "PrefixOption",
+    "Told",
+    "bar",
+    "beginning",
+    "one_namespace",
+    "plain",
+    "say",
+    "stages",
+    "warn",
+]
 
 _EVERY_S = 0.1
 
@@ -22,6 +34,7 @@ _SHOWN = 20
 """Problems that are listed for people; --json has more."""
 
 Told: TypeAlias = Callable[[int, int], None]
+ToldStage: TypeAlias = Callable[[str, int, int], None]
 
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
 PrefixOption = Annotated[
@@ -30,11 +43,10 @@ PrefixOption = Annotated[
 
 
 @contextmanager
-def bar(text: str) -> Iterator[Told]:
+def bar(text: str, *, quiet: bool = False) -> Iterator[Told]:
     """A bar on stderr for bytes done of bytes in all, when that is a terminal."""
     columns = (TextColumn(text), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    quiet = not console.is_terminal
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=quiet) as progress:
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=_unseen(quiet)) as progress:
         task = progress.add_task(text, total=None)
         drawn = 0.0
 
@@ -46,6 +58,32 @@ def bar(text: str) -> Iterator[Told]:
                 progress.update(task, completed=done, total=total)
 
         yield told
+
+
+@contextmanager
+def stages(texts: Mapping[str, str], *, quiet: bool = False) -> Iterator[ToldStage]:
+    """A bar on stderr for each stage of some work, when that is a terminal; texts: what each stage does.
+
+    Where nobody knows how much there is (a total of 0), the bar moves to and fro beside what was counted.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[far]:>5}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=_unseen(quiet)) as progress:
+        tasks = {name: progress.add_task(text, total=None, visible=False, far="") for name, text in texts.items()}
+        drawn: dict[str, float] = {}
+
+        def told(stage: str, done: int, total: int) -> None:
+            now = time.monotonic()
+            if now - drawn.get(stage, 0.0) > _EVERY_S or 0 < total <= done:
+                drawn[stage] = now
+                far = f"{100 * done // total} %" if total else f"{done:,}"
+                progress.update(tasks[stage], completed=done, total=total or None, visible=True, far=far)
+
+        yield told
+
+
+def _unseen(quiet: bool) -> bool:
+    """Whether a bar is for nobody. FORCE_COLOR makes rich take a file for a terminal, where a bar is only noise."""
+    return quiet or not (console.is_terminal and sys.stderr.isatty())
 
 
 def beginning(prefix: str | None) -> str:

@@ -15,20 +15,16 @@ here, not with 2.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from typer.core import TyperCommand
 
 from kvstore.cli.app import DirectoryArgument, JsonOption, app, console, opened, output, print_json, writing
-from kvstore.cli.common import warn
+from kvstore.cli.common import stages, warn
 from kvstore.fsck import ExitCode, Finding, Report, check
-from kvstore.fsck import Progress as Told
 from kvstore.locations import warnings_for
 from kvstore.sizes import format_size
 
@@ -37,7 +33,7 @@ __all__ = ["fsck"]
 _SHOWN = 50
 """Findings that are listed for people; --json has them all."""
 
-_EVERY_S = 0.1
+_STAGES = {"files": "reading manifests", "bytes": "reading data"}
 
 
 class _Command(TyperCommand):
@@ -88,7 +84,7 @@ def fsck(
         raise typer.Exit(ExitCode.USAGE)
     report = None
     try:
-        with opened(directory) as store, _progress() as told:
+        with opened(directory) as store, stages(_STAGES, quiet=as_json) as told:
             report = check(store.context, read_data=read_data, repair=repair, jobs=jobs, resume=resume, progress=told)
     except KeyboardInterrupt as stop:
         again = f"; go on with --resume {resume}" if resume is not None else ""
@@ -107,26 +103,6 @@ def fsck(
     if report.error:
         console.print(f"kvstore: {report.error}", style="red", highlight=False, soft_wrap=True, markup=False)
     raise typer.Exit(report.exit_code)
-
-
-@contextmanager
-def _progress() -> Iterator[Told]:
-    """A bar a stage on stderr, when that is a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-    quiet = not console.is_terminal
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=quiet) as bar:
-        tasks = {"files": "reading manifests", "bytes": "reading data"}
-        known = {stage: bar.add_task(text, total=None, visible=False) for stage, text in tasks.items()}
-        drawn = 0.0
-
-        def told(stage: str, done: int, total: int) -> None:
-            nonlocal drawn
-            now = time.monotonic()
-            if now - drawn > _EVERY_S or done >= total:
-                drawn = now
-                bar.update(known[stage], completed=done, total=total, visible=True)
-
-        yield told
 
 
 def _lines(report: Report) -> Iterator[str]:

@@ -12,20 +12,21 @@ Exit code 1 when another collection runs (nothing is done) or when the collectio
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from kvstore.cli.app import DirectoryArgument, JsonOption, app, console, counted, opened, print_json
-from kvstore.cli.common import DryRunOption, one_namespace, say, warn
+from kvstore.cli.app import DirectoryArgument, JsonOption, app, counted, opened, print_json
+from kvstore.cli.common import DryRunOption, one_namespace, say, stages, warn
 from kvstore.errors import KVStoreError
 from kvstore.gc import GcReport, Policy, collect
 from kvstore.quotas import read_quotas
 from kvstore.sizes import format_size, parse_age, parse_size
 
 __all__ = ["gc"]
+
+_STAGES = {"files": "looking at files", "manifests": "reading manifests", "bytes": "removing"}
 
 
 @app.command()
@@ -64,8 +65,9 @@ def gc(
             quotas=quotas.sizes,
             dry_run=dry_run,
         )
-        with console.status("reading manifests and collecting …") if console.is_terminal else nullcontext():
-            report = collect(store.context, policy)
+        texts = {**_STAGES, "bytes": "adding up"} if dry_run else _STAGES
+        with stages(texts, quiet=as_json) as told:
+            report = collect(store.context, policy, progress=told)
         if as_json:
             print_json({"directory": str(store.path), **asdict(report)})
         else:

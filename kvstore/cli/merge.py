@@ -48,7 +48,7 @@ def merge(
 ) -> None:
     """Bring everything of SRC into DST, which then holds every prefix of either. SRC is only read; it may be in use."""
     with opened(source) as one, opened(target) as other:
-        with bar("copying blocks") as told:
+        with bar("copying blocks", quiet=as_json) as told:
             report = bring(one.context, other.context, dry_run=dry_run, progress=told)
         warnings = warnings_for(other.path)
         if as_json:

@@ -47,7 +47,7 @@ def repack(
     with opened(directory) as store:
         older_than_ns = int(parse_age(older_than) * 1e9)
         namespaces = None if namespace is None else [one_namespace(store, namespace)]
-        with bar("joining blocks") as told:
+        with bar("joining blocks", quiet=as_json) as told:
             report = join_blocks(
                 store.context, older_than_ns=older_than_ns, namespaces=namespaces, dry_run=dry_run, progress=told
             )

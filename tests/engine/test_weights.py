@@ -10,6 +10,7 @@ import shutil
 import mlx.core as mx
 import pytest
 from mlx import nn
+from pty_support import after, plain, run_at
 
 from kvstore_mlx import weights
 from kvstore_mlx.weights import Memory, parameters_digest, weights_digest
@@ -202,3 +203,18 @@ def test_a_bar_tells_how_much_was_read(tmp_path, memory, monkeypatch):
     weights_digest(make(tmp_path / "b", model_1=bytes(2501), model_2=bytes(1501)), "model*.safetensors", memory)
     assert max(told) == (4002, 4002)
     assert {total for _, total in told} == {4002}
+
+
+def test_the_bar_is_drawn_while_a_model_is_loaded(tmp_path, tiny_llama):
+    """By the real command, with a model that is too small to be worth one."""
+    words = ["generate", "--model", tiny_llama, "--prompt", "why?", "--max-tokens", "2", "--verbose", "False"]
+    program = after("from kvstore_mlx import weights", "weights._SAY_ABOVE = 0")
+    answers = []
+    for terminal in ("err", None):
+        # Each with a cache folder of its own, in which nothing is remembered.
+        env = {"XDG_CACHE_HOME": str(tmp_path / f"{terminal}"), "HOME": str(tmp_path / f"{terminal}")}
+        seen = run_at(terminal, *words, "--kv-cache-dir", tmp_path / f"kv-{terminal}", program=program, env=env)
+        assert seen.code == 0, seen
+        assert ("reading the model's weights" in plain(seen.err)) == ("\u2501" in seen.err) == (terminal == "err")
+        answers.append(seen.out)
+    assert answers[0] == answers[1] != ""

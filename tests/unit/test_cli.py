@@ -175,7 +175,7 @@ def test_gc_by_free_space(path, nothing_is_young, monkeypatch):
 
 
 def test_gc_says_what_the_clock_keeps(path, monkeypatch):
-    monkeypatch.setattr("kvstore.cli.gc.collect", lambda _context, _policy: GcReport(unmet_bytes=1, future=3))
+    monkeypatch.setattr("kvstore.cli.gc.collect", lambda *_args, **_more: GcReport(unmet_bytes=1, future=3))
     output = run("gc", path, "--size", "0").stdout
     assert "Written while the clock was ahead, so left: 3 files" in output
     assert "kvstore fsck --repair" in output
@@ -226,7 +226,7 @@ def test_gc_beside_another_one_says_so(path):
 
 
 def test_gc_that_has_to_stop_says_why(path, monkeypatch):
-    def broken(context):
+    def broken(*_):
         raise OSError(5, "Input/output error", "/x/y")
 
     monkeypatch.setattr("kvstore.gc.scan", broken)

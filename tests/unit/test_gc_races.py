@@ -321,11 +321,11 @@ def test_blocks_that_a_copy_brings_during_the_scan_stay(writer, tmp_path, monkey
     target = writer.context.layout.block(bytes.fromhex(block.name))
     real = kvstore.gc.scan
 
-    def scan(context):
+    def scan(*args):
         target.parent.mkdir()
         target.write_bytes(block.read_bytes())
         os.utime(target, ns=(1, 1))
-        return real(context)
+        return real(*args)
 
     monkeypatch.setattr("kvstore.gc.scan", scan)
     report = collect(writer.context, Policy(size=0))
