@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from core_support import INFO, open_store, prompt
 from gc_support import TENANT, state
-from upkeep_support import grow, invoke, invoke_json, snapshot
+from upkeep_support import grow, invoke, invoke_json, memory_folder, snapshot
 
+import make_big_store
 from kvstore import NamespaceInfo
 from kvstore.report import page, report
 from kvstore.stats import StatsFile
@@ -251,8 +252,54 @@ def test_a_click_looks_closer_sorts_and_filters(root, tmp_path, browser):
     assert found["in-bar"].startswith("3 of 3, last used from")
 
 
-def test_ten_thousand_nodes_are_drawn_fast(tmp_path, browser):
-    """10,000 branches, from a document as report makes it; drawing all of it takes less than a second."""
+DRAWN_MS = 1000
+REPORT_S = 1.5
+"""Of one processor: what else runs on the machine is no finding."""
+
+
+def drawn_in(browser: str, file: Path, profile: Path) -> tuple[int, str]:
+    """Milliseconds that a page took to draw all of it, and the page: the best of three, as a machine may be busy."""
+    best = 1 << 30
+    for _ in range(3):
+        text = look(browser, file, profile, "--dump-dom", "--enable-logging=stderr")
+        (milliseconds,) = re.findall(r'data-milliseconds="(\d+)"', text)
+        best = min(best, int(milliseconds))
+        if best < DRAWN_MS:
+            break
+    return best, text
+
+
+@pytest.fixture(scope="module")
+def ten_thousand(tmp_path_factory):
+    """A directory of 10,000 nodes, each a conversation of its own: the most rows that so many can make."""
+    with memory_folder(tmp_path_factory.mktemp("big")) as folder:
+        make_big_store.make(folder / "s", 10_000, 1, 64, 7 * 86400, quiet=True)
+        yield folder / "s"
+
+
+def test_a_directory_of_ten_thousand_nodes_is_read_fast(ten_thousand):
+    """0.5 s of a processor, 1.3 s for the command with its start (docs/seeing.md); three times that is a regression."""
+    with open_store(ten_thousand, None) as store:
+        before = time.process_time()
+        text = page(report(store.context))
+        took = time.process_time() - before
+    assert took < REPORT_S
+    assert len(data_of(text)["conversations"]["key"]) == len(data_of(text)["branches"]["key"]) == 10_000
+
+
+def test_a_directory_of_ten_thousand_nodes_is_drawn_fast(ten_thousand, tmp_path, browser):
+    """0.15 s in a quiet moment, less than one in any."""
+    file = tmp_path / "real.html"
+    code, out, _ = invoke("report", ten_thousand, "-o", file)
+    assert code == 0
+    assert "10,000 conversations" in out
+    milliseconds, text = drawn_in(browser, file, tmp_path / "profile")
+    assert milliseconds < DRAWN_MS
+    assert 'data-items="10001"' in text
+
+
+def test_ten_thousand_branches_are_drawn_fast(tmp_path, browser):
+    """A tree of them, of three models, from a document as report makes it; drawing it takes less than a second."""
     count, spaces = 10_000, 3
     parents = [-1 if i < 30 else (i - 30) // 4 for i in range(count)]
     depth: list[int] = []
@@ -304,8 +351,7 @@ def test_ten_thousand_nodes_are_drawn_fast(tmp_path, browser):
     file = tmp_path / "big.html"
     file.write_text(page(document))
     assert os.stat(file).st_size < 3 << 20
-    text = look(browser, file, tmp_path / "profile", "--dump-dom", "--enable-logging=stderr")
+    milliseconds, text = drawn_in(browser, file, tmp_path / "profile")
+    assert milliseconds < DRAWN_MS
     assert f'data-items="{count + spaces}"' in text
-    (milliseconds,) = re.findall(r'data-milliseconds="(\d+)"', text)
-    assert int(milliseconds) < 3000  # 150 on a desktop; this machine may be busy
     assert text.count("<td") == 8 * 100
