@@ -10,23 +10,23 @@ import os
 import stat
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.context import Context, Space
 from kvstore.errors import FormatVersionError, KVStoreError, MissingParentError
+from kvstore.holds import kept_open
 from kvstore.keys import Buffer, block_digest
 from kvstore.layout import Kind
 from kvstore.locks import publish_lock
 from kvstore.lookup import Chunk, load_manifest
 from kvstore.manifest import MAX_MANIFEST_BYTES, BlockRef, Manifest, encode, newer_format
 from kvstore.staged import stage
-from kvstore.takeover import same_file, take_over
+from kvstore.takeover import take_over
 
 __all__ = [
-    "Replacement",
     "existing",
     "free_quarantine",
+    "freshen",
     "intact",
     "intact_block",
     "make_folders",
@@ -36,7 +36,6 @@ __all__ = [
     "put_file",
     "put_manifest",
     "put_node",
-    "replace_manifests",
 ]
 
 
@@ -88,7 +87,8 @@ def place_block(context: Context, staged: Path, ref: BlockRef) -> int:
     try:
         make_folders(context, path.parent)
         if path.exists():
-            with publish_lock(context.layout):
+            # Whatever loses its name to the new file gives its space back when the lock is free.
+            with kept_open(context.fs, path), publish_lock(context.layout):
                 if intact(context, ref):
                     # Another user's, which nobody else can make young, or just placed by somebody: the same bytes.
                     context.fs.rename(staged, path)
@@ -165,7 +165,7 @@ def put_manifest(
         while True:
             with publish_lock(context.layout):
                 old = [] if above is None else _freshen_above(context, above, used_ns)
-                old = [each for each in (*old, *_freshen(context, refs)) if each not in own]
+                old = [each for each in (*old, *freshen(context, refs)) if each not in own]
                 if not old:
                     if not all(_is_there(context, ref) for ref in refs):
                         raise MissingParentError(f"a block of {path.name} was removed meanwhile")
@@ -181,7 +181,7 @@ def put_manifest(
     return placed
 
 
-def _freshen(context: Context, refs: Iterable[BlockRef]) -> list[Path]:
+def freshen(context: Context, refs: Iterable[BlockRef]) -> list[Path]:
     """Rule 5: what is referenced is made young before its manifest appears, and under the lock (see kvstore.gc): a
     sweep that took it for garbage sees the new time and leaves it. One that came first is noticed by the next look.
 
@@ -220,55 +220,6 @@ def put_file(context: Context, path: Path, data: Sequence[Buffer], used_ns: int 
         context.staging.discard(staged)
         raise
     context.fs.sync_dir(path.parent)
-
-
-@dataclass(frozen=True, slots=True)
-class Replacement:
-    """A manifest to take the place of one that names other blocks for the same tokens. seen: that one's stat."""
-
-    path: Path
-    manifest: bytes
-    seen: os.stat_result
-
-
-def replace_manifests(
-    context: Context, replacements: Sequence[Replacement], old: Iterable[BlockRef], new: Sequence[BlockRef]
-) -> bool:
-    """Put manifests that name the new blocks over those that name the old ones, all or none; docs/format.md section 7.
-
-    False, and nothing is done, when one of them changed since it was seen (it was used, removed or replaced) or a new
-    block is gone. The old blocks are made young, so that whoever read an old manifest finds them for the whole grace
-    time (those of another user may go sooner: a shorter restore); the times of the manifests, which are their last use,
-    stay.
-    """
-    staged: list[Path] = []
-    done = False
-    try:
-        for each in replacements:
-            staged.append(stage(context, [each.manifest]))
-            context.fs.touch(staged[-1], each.seen.st_mtime_ns)
-        with publish_lock(context.layout):
-            if all(_is_as_seen(each) for each in replacements) and all(intact(context, ref) for ref in new):
-                _freshen(context, [*new, *old])
-                for path, each in zip(staged, replacements, strict=True):
-                    context.fs.rename(path, each.path)
-                done = True
-    finally:
-        if not done:
-            for path in staged:
-                context.staging.discard(path)
-    if not done:
-        return False
-    for folder in {each.path.parent for each in replacements}:
-        context.fs.sync_dir(folder)
-    return True
-
-
-def _is_as_seen(each: Replacement) -> bool:
-    try:
-        return same_file(os.stat(each.path, follow_symlinks=False), each.seen)
-    except FileNotFoundError:
-        return False
 
 
 def intact(context: Context, ref: BlockRef) -> bool:

@@ -29,15 +29,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from kvstore.commit import Replacement, replace_manifests
 from kvstore.contained import Cold, drop_contained
 from kvstore.context import Context
 from kvstore.directory import unavailable
 from kvstore.errors import DamagedBlockError, DamagedManifestError, KVStoreError, PublishError
 from kvstore.joinable import Borders, Joinable, Run
 from kvstore.joining import MAX_SOURCES, join
-from kvstore.manifest import BlockRef, Manifest, encode
+from kvstore.manifest import BlockRef, encode
 from kvstore.marking import Marks, mark
+from kvstore.replacing import Replacement, replace_manifests
 from kvstore.scan import Tally, nodes
 from kvstore.stored import Stored, load
 
@@ -147,7 +147,7 @@ class _Repack:
                 continue
             if self._report.dry_run:
                 # But for a few bytes of the headers.
-                self._count(family, sum(ref.size for run in family.runs for ref in run))
+                self._count(family, sum(ref.size for run in family.runs for ref in run), len(family.nodes))
             else:
                 self._join(family, wrote)
         progress(self._total, self._total)
@@ -218,32 +218,30 @@ class _Repack:
         except (DamagedBlockError, PublishError) as error:
             self._problem(f"{error}; the nodes that name it are left as they are", len(family.nodes))
             return
-        replacements = [
-            Replacement(stored.path, encode(self._rewritten(stored.manifest, joined)), stored.status)
-            for stored in family.nodes
-        ]
-        old = [ref for run in family.runs for ref in run]
-        if replace_manifests(self._context, replacements, old, list(joined.values())):
-            self._count(family, written)
-        else:
-            self._report.skipped += len(family.nodes)
+        done = replace_manifests(self._context, [self._replacement(each, joined) for each in family.nodes])
+        self._report.skipped += len(family.nodes) - done
+        if done:
+            self._count(family, written, done)
 
-    def _rewritten(self, manifest: Manifest, joined: dict[Run, BlockRef]) -> Manifest:
+    def _replacement(self, stored: Stored, joined: dict[Run, BlockRef]) -> Replacement:
         """The manifest with a joined block in place of each run. It keeps its age, and says who wrote it."""
-        refs = list(manifest.blocks)
-        for run, ref in joined.items():
-            if run[0] in refs:
-                at = refs.index(run[0])
-                refs[at : at + len(run)] = [ref]
-        return replace(manifest, blocks=tuple(refs), writer=self._context.writer)
+        refs = list(stored.manifest.blocks)
+        runs = {run: ref for run, ref in joined.items() if run[0] in refs}
+        for run, ref in runs.items():
+            at = refs.index(run[0])
+            refs[at : at + len(run)] = [ref]
+        manifest = replace(stored.manifest, blocks=tuple(refs), writer=self._context.writer)
+        old = [ref for run in runs for ref in run]
+        return Replacement(stored.path, encode(manifest), stored.status, old, list(runs.values()))
 
-    def _count(self, family: _Family, written: int) -> None:
+    def _count(self, family: _Family, written: int, done: int) -> None:
         report = self._report
-        report.nodes += len(family.nodes)
-        report.replaced += sum(len(run) for run in family.runs)
-        report.replaced_bytes += sum(ref.size for run in family.runs for ref in run)
+        report.nodes += done
         report.written += len(family.runs)
         report.written_bytes += written
+        if done == len(family.nodes):
+            report.replaced += sum(len(run) for run in family.runs)
+            report.replaced_bytes += sum(ref.size for run in family.runs for ref in run)
 
     def _problem(self, sentence: str, nodes: int) -> None:
         self._report.damaged += nodes

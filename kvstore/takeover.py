@@ -35,17 +35,17 @@ def take_over(context: Context, path: Path) -> None:
         fd, seen = context.fs.open_fd(path)
         try:
             copy = _copied(context, fd, seen, path)
+            try:
+                with publish_lock(context.layout):
+                    if not same_file(context.fs.stat(path), seen):
+                        context.staging.discard(copy)
+                        return
+                    context.fs.rename(copy, path)
+            except BaseException:
+                context.staging.discard(copy)
+                raise
         finally:
-            os.close(fd)
-        try:
-            with publish_lock(context.layout):
-                if not same_file(context.fs.stat(path), seen):
-                    context.staging.discard(copy)
-                    return
-                context.fs.rename(copy, path)
-        except BaseException:
-            context.staging.discard(copy)
-            raise
+            context.fs.close(fd)  # Only now the old file gives its space back, which takes time: the lock is free.
     except FileNotFoundError:
         return
     except PermissionError as error:

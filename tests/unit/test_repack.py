@@ -497,7 +497,7 @@ def test_two_at_once_do_no_harm(cold):
 
 def test_a_lock_that_is_never_free_is_a_sentence(cold, monkeypatch):
     monkeypatch.setattr("kvstore.locks.PUBLISH_TIMEOUT_S", 0.05)
-    monkeypatch.setattr("kvstore.commit.publish_lock", lambda layout: publish_lock(layout, 0.05))
+    monkeypatch.setattr("kvstore.replacing.publish_lock", lambda layout: publish_lock(layout, 0.05))
     before = snapshot(cold.path)
     with publish_lock(cold.context.layout):
         report = repack(cold.context)
