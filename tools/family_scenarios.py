@@ -30,9 +30,10 @@ from family_runs import (
     tokens_of,
 )
 from kvstore.fs import Durability
+from kvstore_mlx.opening import open_session
 from kvstore_mlx.plan import leaves_of
 from kvstore_mlx.probe import stretches_beyond
-from kvstore_mlx.session import Session, open_session
+from kvstore_mlx.session import Session
 
 __all__ = [
     "ANSWER",

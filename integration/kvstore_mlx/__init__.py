@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvstore_mlx.live import Extras, ExtrasHook
+    from kvstore_mlx.opening import open_session as open  # noqa: A004 - kvstore_mlx.open is what it is called by
     from kvstore_mlx.session import Session
-    from kvstore_mlx.session import open_session as open  # noqa: A004 - kvstore_mlx.open is what it is called by
     from kvstore_mlx.spaces import UnsupportedModelError
 
 __all__ = ["Extras", "ExtrasHook", "Session", "UnsupportedModelError", "open"]
@@ -20,7 +20,7 @@ _WHERE = {
     "ExtrasHook": ("live", "ExtrasHook"),
     "Session": ("session", "Session"),
     "UnsupportedModelError": ("spaces", "UnsupportedModelError"),
-    "open": ("session", "open_session"),
+    "open": ("opening", "open_session"),
 }
 
 

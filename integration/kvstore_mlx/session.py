@@ -6,31 +6,28 @@
 
 or, for a loop of one's own, ``run = cache.prefill(tokens)``, decode with ``run.caches`` from ``run.logits``, and
 ``cache.finish(run, tokens)``; or ``cache.restore(tokens)`` and ``cache.publish(tokens, caches)`` and all else by hand.
-Everything but the writing happens on the thread that calls.
+Everything but the writing happens on the thread that calls, and what an event loop asks for on one of its own.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing
 from types import TracebackType
 from typing import Any, Self
 
+import mlx.core as mx
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from kvstore.fs import Durability
 from kvstore.keys import TOKEN_BYTES, pack_tokens
 from kvstore.lookup import has_state
-from kvstore.sizes import parse_size
-from kvstore.store import DEFAULT_INTERVAL, Store
+from kvstore.store import Store
 from kvstore_mlx.boundaries import MIN_TOKENS, Saving, boundaries
 from kvstore_mlx.breakeven import BreakEven
 from kvstore_mlx.buffers import address_phase
-from kvstore_mlx.fingerprint import Quantization, identity_of
+from kvstore_mlx.fingerprint import Quantization
 from kvstore_mlx.forms import Form, ModelSpace
 from kvstore_mlx.generation import Run, answer, tokens_of
 from kvstore_mlx.housekeeping import Housekeeping
@@ -40,16 +37,14 @@ from kvstore_mlx.plan import Plan
 from kvstore_mlx.prefill import pieces, prefill
 from kvstore_mlx.recording import Recording
 from kvstore_mlx.restoring import Found, Restored, find, longest, restore
-from kvstore_mlx.spaces import Settings, make_space, plans_of
-from kvstore_mlx.versions import check_versions
-from kvstore_mlx.weights import parameters_digest
+from kvstore_mlx.turns import Turns, outcome
 from kvstore_mlx.writer import Writer
 
-__all__ = ["ExtrasHook", "Run", "Session", "open_session"]
+__all__ = ["Session"]
 
 
 class Session:
-    """One model and one cache directory. Made by open_session."""
+    """One model and one cache directory. Made by kvstore_mlx.open."""
 
     def __init__(
         self,
@@ -82,6 +77,7 @@ class Session:
         self._gate = BreakEven(saving.min_tokens)
         self._metrics = None if store is None else Metrics(store)
         self._phase = 0 if store is None else address_phase()
+        self._turns = Turns(model)
 
     @property
     def plan(self) -> Plan:
@@ -100,12 +96,12 @@ class Session:
         """
         if self._store is None:
             return None
-        packed = pack_tokens(tokens)
-        best = longest(self._find(packed))
-        restored = None if best is None else self._read(best, len(tokens))
-        if self._extras is not None:
-            self._extras.restore(None if restored is None else restored.extras)
-        return restored
+        with self._turns.taken:
+            best = longest(self._find(pack_tokens(tokens)))
+            restored = None if best is None else self._read(best, len(tokens))
+            if self._extras is not None:
+                self._extras.restore(None if restored is None else restored.extras)
+            return restored
 
     def prefill(self, tokens: Sequence[int], cuts: Sequence[int] = ()) -> Run:
         """Restore what is saved of a prompt, compute the rest, and save what is new in the background.
@@ -113,8 +109,11 @@ class Session:
         The prefill is cut where states are saved, the same with and without a directory: at chunk borders, at cuts
         (where a stable part of the prompt ends, say), and before the last token. An exact hit needs no forward pass.
         """
+        return outcome(self._turns.here(self._prefilling(list(tokens), cuts)))
+
+    def _prefilling(self, tokens: list[int], cuts: Sequence[int]) -> Generator[None, None, Run]:
+        """The steps of a prefill: the restore, and each piece."""
         started = time.perf_counter()
-        tokens = list(tokens)
         if not tokens:
             raise ValueError("a prompt needs at least one token")
         restored, saved = self._restored(tokens)
@@ -129,17 +128,20 @@ class Session:
         run = Run(tokens, caches, logits, known, 0 if restored is None else restored.size, recording)
         if known < len(tokens):
             parts = pieces(known, len(tokens), self._step, [*ends, *cuts, len(tokens) - 1])
-            begun = time.monotonic()
-            run.logits = prefill(
-                self._model,
-                caches,
-                tokens,
-                parts,
-                after=lambda done: self._after(run, done),
-                quantization=self._quantization,
-            )
-            now = time.monotonic()
-            self._gate.observe_prefill(len(tokens) - known, now - begun, now)
+            spent = 0.0
+            for part in parts:
+                yield
+                begun = time.monotonic()
+                run.logits = prefill(
+                    self._model,
+                    caches,
+                    tokens,
+                    [part],
+                    after=lambda done: self._after(run, done),
+                    quantization=self._quantization,
+                )
+                spent += time.monotonic() - begun
+            self._gate.observe_prefill(len(tokens) - known, spent, time.monotonic())
         run.seconds = time.perf_counter() - started
         if recording is not None and known < len(tokens) and len(tokens) >= MIN_TOKENS:
             recording.finished(caches, len(tokens), tokens, logits=run.logits)
@@ -179,10 +181,11 @@ class Session:
 
     def finish(self, run: Run, tokens: Sequence[int]) -> None:
         """Save what was generated. tokens are the prompt and all tokens that were forwarded after it."""
-        if run.recording is not None:
-            run.recording.finished(run.caches, len(tokens), tokens)
-        if self._writer is not None:
-            self._writer.idle()
+        with self._turns.taken:
+            if run.recording is not None:
+                run.recording.finished(run.caches, len(tokens), tokens)
+            if self._writer is not None:
+                self._writer.idle()
 
     def publish(
         self, tokens: Sequence[int], caches: Sequence[Any], *, logits: Any | None = None, decoded: bool = False
@@ -195,20 +198,11 @@ class Session:
         or hold another number of tokens.
         """
         tokens = list(tokens)
-        saved = {one.form: one.match.border for one in self._find(pack_tokens(tokens))}
-        recording = self._record(tokens, saved, len(tokens) if decoded else 0, decoded=decoded)
-        if recording is not None:
-            recording.finished(caches, len(tokens), tokens, logits=logits)
-
-    async def astream_generate(self, prompt: str | Sequence[int], **kwargs: Any) -> AsyncIterator[GenerationResponse]:
-        """As stream_generate, giving way to other tasks between tokens: MLX computes on the calling thread.
-
-        What of the prompt is not restored is computed before the first token without giving way, minutes where it is
-        long: a program that serves others meanwhile gives the session a thread of its own.
-        """
-        for response in self.stream_generate(prompt, **kwargs):
-            yield response
-            await asyncio.sleep(0)
+        with self._turns.taken:
+            saved = {one.form: one.match.border for one in self._find(pack_tokens(tokens))}
+            recording = self._record(tokens, saved, len(tokens) if decoded else 0, decoded=decoded)
+            if recording is not None:
+                recording.finished(caches, len(tokens), tokens, logits=logits)
 
     def stream_generate(
         self,
@@ -220,18 +214,59 @@ class Session:
         cuts: Sequence[int] = (),
     ) -> Iterator[GenerationResponse]:
         """As mlx_lm.stream_generate. Responses count the whole prompt; cached_tokens of the run is not among them."""
-        run = self.prefill(self.tokens_of(prompt), cuts)
+        steps = self._steps(prompt, max_tokens, sampler, list(logits_processors), cuts)
+        with closing(self._turns.here(steps)) as taken:
+            for step in taken:
+                if step is not None:
+                    yield step
+
+    async def astream_generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int = 256,
+        sampler: Callable[[Any], Any] | None = None,
+        logits_processors: Sequence[Callable[[Any, Any], Any]] = (),
+        cuts: Sequence[int] = (),
+    ) -> AsyncGenerator[GenerationResponse, None]:
+        """As stream_generate, while the event loop goes on: everything is computed on a thread that the session has.
+
+        Several answers take turns there, a piece of a prefill or a token at a time. One that is cancelled or closed
+        ends after the piece or token under way: what was saved of its prompt by then stays, and what was generated is
+        saved. (Who leaves an ``async for`` early says when by contextlib.aclosing.) Samplers, logits processors and
+        extras hooks run on that thread, too, whose random numbers go on from those of the caller when an answer begins.
+        A hook that keeps the state of one answer serves one at a time.
+        """
+        steps = self._steps(prompt, max_tokens, sampler, list(logits_processors), cuts)
+        async with aclosing(self._turns.apart(steps)) as taken:
+            async for step in taken:
+                if step is not None:
+                    yield step
+
+    def _steps(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int,
+        sampler: Callable[[Any], Any] | None,
+        processors: Sequence[Callable[[Any, Any], Any]],
+        cuts: Sequence[int],
+    ) -> Generator[GenerationResponse | None, None, None]:
+        """The steps of an answer: None before each piece of its prefill, then its responses."""
+        run = yield from self._prefilling(self.tokens_of(prompt), cuts)
         responses = answer(
             self._model,
             self._wrapped(),
             run,
             max_tokens,
             sampler=sampler,
-            processors=list(logits_processors),
+            processors=processors,
             quantization=self._quantization,
             finish=self.finish,
         )
-        yield from responses if self._metrics is None else self._metrics.watched(Served(), responses)
+        for response in responses if self._metrics is None else self._metrics.watched(Served(), responses):
+            # Another thread may look at it, and could not compute it.
+            mx.eval(response.logprobs)
+            yield response
 
     def tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
         """A prompt as mlx_lm.stream_generate tokenizes it."""
@@ -246,7 +281,8 @@ class Session:
         return self._writer is None or self._writer.drain(timeout)
 
     def close(self, timeout: float = 60.0) -> None:
-        """Write what is queued, then let the directory go."""
+        """Write what is queued, then let the directory go. Answers of an event loop that are under way end."""
+        self._turns.close()
         if self._writer is not None:
             self._writer.close(timeout)
         if self._metrics is not None:
@@ -318,80 +354,3 @@ class Session:
     def _after(self, run: Run, done: int) -> None:
         if run.recording is not None and done < len(run.tokens) and run.recording.wants(done):
             run.recording.reached(run.caches, None, done)
-
-
-def open_session(
-    directory: str | os.PathLike[str] | None,
-    model: Any,
-    tokenizer: Any = None,
-    *,
-    path: str | None = None,
-    adapter: str | None = None,
-    identity: Mapping[str, Any] | None = None,
-    size: str | int = "20GiB",
-    interval: int | None = None,
-    durability: Durability = Durability.BARRIER,
-    prefill_step: int = 2048,
-    kv_bits: int | None = None,
-    kv_group_size: int = 64,
-    quantized_kv_start: int = 0,
-    states: int = 1,
-    min_tokens: int | None = MIN_TOKENS,
-    write_limit: str | int | None = None,
-    exact: bool = False,
-    strict: bool = False,
-    salt: bytes = b"",
-    extras: ExtrasHook | None = None,
-) -> Session:
-    """Open a cache directory for a loaded model. None keeps nothing, and computes in the same pieces.
-
-    path (as given to mlx_lm.load) or identity (any mapping that JSON can hold) says which weights these are; without
-    either all parameters in memory are hashed. Settings and a sample of the parameters in memory count in any case, so
-    that a path is enough with an adapter, too; but who changes a few numbers within a tensor must say so by an identity
-    or by none of both. min_tokens is the shortest prefix that is restored or saved; None measures, as the session runs,
-    from where on reading is quicker than computing. The other arguments are those of ``kvstore serve``. Raises
-    UnsupportedModelError when the model cannot be cached, and whatever Store.open raises.
-    """
-    budget = parse_size(size) if isinstance(size, str) else size
-    limit = parse_size(write_limit) if isinstance(write_limit, str) else write_limit
-    quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size, quantized_kv_start)
-    settings = Settings(
-        check_versions(),
-        salt=salt,
-        quantization=quantization,
-        prefill_step=prefill_step,
-        strict=strict,
-        extras=extras,
-    )
-
-    def identified() -> Mapping[str, Any]:
-        if identity is not None:
-            return {"identity": dict(identity)}
-        return identity_of(path, adapter, None) if path is not None else {"parameters": parameters_digest(model)}
-
-    store, space = None, None
-    if directory is None:
-        plan = plans_of(model, None, settings)[0][1]
-    else:
-        store = Store.open(Path(directory).expanduser(), interval=interval, durability=durability)
-        try:
-            label = Path(path or "model").name
-            space = make_space(store, model, None, identity=identified, label=label, settings=settings)
-            plan = space.forms[0].plan
-        except BaseException:
-            store.close()
-            raise
-    return Session(
-        model,
-        tokenizer,
-        plan=plan,
-        store=store,
-        space=space,
-        budget=budget,
-        step=prefill_step,
-        interval=store.interval if store is not None else interval or DEFAULT_INTERVAL,
-        saving=Saving(states, exact, min_tokens),
-        write_limit=limit,
-        quantization=quantization,
-        extras=extras,
-    )

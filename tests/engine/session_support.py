@@ -15,7 +15,8 @@ from mlx_lm.generate import generate_step
 from families import build
 from family_arguments import VOCABULARY
 from kvstore import Durability
-from kvstore_mlx.session import Session, open_session
+from kvstore_mlx.opening import open_session
+from kvstore_mlx.session import Session
 
 INTERVAL = 64
 

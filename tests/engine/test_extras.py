@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models import llama
 
 from kvstore_mlx.live import Extras
-from kvstore_mlx.session import open_session
+from kvstore_mlx.opening import open_session
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs" / "examples"))
 

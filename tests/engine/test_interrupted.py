@@ -131,7 +131,7 @@ def test_kvstore_generate_is_interrupted(tmp_path):
     from kvstore import Store
     from kvstore_mlx.flags import CacheArguments
     from kvstore_mlx.local import Cached
-    from kvstore_mlx.session import open_session
+    from kvstore_mlx.opening import open_session
     from kvstore_mlx.spaces import Settings
     from kvstore_mlx.versions import check_versions
 

@@ -9,8 +9,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from families import build
 from family_arguments import POSITIONS
 from kvstore import KVStoreError
+from kvstore_mlx.opening import open_session
 from kvstore_mlx.probe import masks_left_padding, probe, stretches_beyond
-from kvstore_mlx.session import open_session
 from kvstore_mlx.spaces import UnsupportedModelError
 
 

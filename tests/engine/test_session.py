@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from pathlib import Path
@@ -132,28 +131,6 @@ def test_what_was_decoded_can_be_left_out(loaded, opened):
         assert cache.restore(tokens) is None
     with opened() as cache:
         assert cache.restore(tokens).tokens == len(tokens)
-
-
-def test_other_tasks_run_between_tokens(opened):
-    async def main(cache) -> list[str]:
-        order = []
-
-        async def other() -> None:
-            for _ in range(3):
-                order.append("other")
-                await asyncio.sleep(0)
-
-        task = asyncio.create_task(other())
-        async for response in cache.astream_generate(PROMPT, max_tokens=4):
-            assert response.token >= 0
-            order.append("token")
-        await task
-        return order
-
-    with opened() as cache:
-        order = asyncio.run(main(cache))
-    assert order.index("other") < len(order) - 1 - order[::-1].index("token")
-    assert order.count("token") == 4
 
 
 def test_the_readme_s_example_runs(tiny_llama, tmp_path, monkeypatch, capsys):
