@@ -135,6 +135,8 @@ def copy_whole(array: Any) -> memoryview:
     """All bytes of an evaluated array, in order, as memory that nobody else writes to."""
     if not array.size:
         return memoryview(b"")
+    if not answer().in_place:
+        return _to_bytes(array).data
     view = memoryview(array)
     if not view.c_contiguous:
         del view

@@ -15,6 +15,7 @@ import os
 import platform
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -37,6 +38,13 @@ SAFE_ENV = "KVSTORE_SAFE_BUFFERS"
 
 _TOKENS, _HEADS, _DIM = 256, 4, 128
 _MAX_REMEMBERED = 64
+
+_LOOKING_S = 60.0
+"""Looking takes milliseconds. An older mark is one of a process that ended, whoever has its number now."""
+
+
+_looking: set[str] = set()
+"""What this process looks at just now, in any of its threads."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +160,9 @@ def _address(array: Any) -> int:
 class Notes:
     """Answers of this user's machines, in one small file of the cache folder. Losing it costs looking again."""
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         self._path = path or Path(platformdirs.user_cache_dir("kvstore")) / "selfcheck.json"
+        self._clock = clock
 
     def get(self, key: str) -> Answer | None:
         """What is remembered; None when nothing is, or when somebody is looking just now."""
@@ -162,7 +171,10 @@ class Notes:
             return None
         looking = note.get("looking")
         if type(looking) is int:
-            if looking == os.getpid() or _lives(looking):
+            since = note.get("since")
+            recent = type(since) is float and abs(self._clock() - since) < _LOOKING_S
+            # In a container every process may have this number: one that is ours was left by another, unless we look.
+            if recent and (key in _looking if looking == os.getpid() else _lives(looking)):
                 return None
             return Answer(
                 in_place=False,
@@ -177,9 +189,13 @@ class Notes:
 
     def look(self, key: str) -> Answer:
         """Find out, with a mark in the file meanwhile, and remember it."""
-        self._write(key, {"looking": os.getpid()})
-        found = check()
-        self._write(key, asdict(found))
+        _looking.add(key)
+        try:
+            self._write(key, {"looking": os.getpid(), "since": self._clock()})
+            found = check()
+            self._write(key, asdict(found))
+        finally:
+            _looking.discard(key)
         return found
 
     def _read(self) -> dict[str, Any]:
