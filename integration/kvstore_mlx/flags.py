@@ -125,7 +125,8 @@ class CacheArguments:
             "--kv-cache-write-limit",
             metavar="SIZE",
             type=_limit,
-            help="Write at most so much an hour, to spare the disk, such as 50GiB (default: no limit)",
+            help="Write at most so much in any hour, to spare the disk, such as 50GiB; counted from the start of this "
+            "process (default: no limit)",
         )
         group.add_argument(
             "--kv-cache-explain",

@@ -20,6 +20,7 @@ from pathlib import Path
 from kvstore.admission import JUST_USED_NS, Warmth
 from kvstore.errors import KVStoreError
 from kvstore.gc import GcReport, Policy, collect, usage
+from kvstore.keys import TOKEN_BYTES
 from kvstore.lookup import Match
 from kvstore.pacing import Pace
 from kvstore.quotas import read_quotas
@@ -64,7 +65,7 @@ class Housekeeping:
         self._store = store
         self._budget = budget
         self._monotonic = monotonic
-        self._limit = None if write_limit is None else WriteLimit(write_limit, monotonic())
+        self._limit = None if write_limit is None else WriteLimit(write_limit)
         self._alarm = Alarm()
         self._warmth = Warmth()
         self._used: int | None = None
@@ -114,7 +115,7 @@ class Housekeeping:
             self._used += size
         self._since += size
         if self._limit is not None:
-            self._limit.take(size)
+            self._limit.take(size, self._monotonic())
         self._store.context.counters.add(saved_tokens=tokens)
         counted = self._store.context.counters.snapshot()
         if text := self._alarm.wrote(size, counted["restored_bytes"], self._monotonic()):
@@ -141,11 +142,16 @@ class Housekeeping:
         return None if refusal is None else self._refuse(refusal, size)
 
     def refuses(self, size: int, namespace: Namespace, tokens: bytes) -> bool:
-        """Whether make_room would say no to a full chunk at the end of these tokens, by what the last collection told.
+        """Whether make_room would say no to the node at the end of these tokens, as far as is known without a look.
 
-        Without a look at the directory, on the generation thread: what is not wanted need not be copied first. Counted
-        as a no of make_room is.
+        On the generation thread: what will not be written need not be copied first. Of a full directory the last
+        collection tells, of full chunks only. Counted as a no of make_room is.
         """
+        if self._limit is not None and not self._limit.allows(size, self._monotonic()):
+            self._refuse(Refusal.LIMIT, size)
+            return True
+        if len(tokens) % (namespace.interval * TOKEN_BYTES):
+            return False
         coldest, used = self._coldest, self._used
         if coldest is None or used is None or used + size <= self._budget:
             return False

@@ -22,6 +22,9 @@ from kvstore_mlx.writer import Boundary, Job, Writer
 
 __all__ = ["Recording"]
 
+MAX_HELD_BYTES = 1 << 28
+"""States that a recording keeps beside its last one until the queue has room. One can be tens of megabytes."""
+
 
 class Recording:
     """One request's way into the store.
@@ -166,21 +169,29 @@ class Recording:
             return
         if form.most is not None and live.count > form.most:
             return
-        for at in states:
-            del self._held[at]
         spans, loans = self._copied(form, live.rows, self._cuts(form, first, end, states))
         end = spans[-1].end if spans else min(first, end)
-        items: list[Span | Boundary] = [
-            *spans,
-            *(Boundary(at, state) for at, state in states.items() if at <= max(first, end)),
-        ]
+        ready = {at: state for at, state in states.items() if at <= max(first, end)}
+        items: list[Span | Boundary] = [*spans, *(Boundary(at, state) for at, state in ready.items())]
         items.sort(key=lambda item: (item.end, isinstance(item, Boundary)))
-        if not items:
-            return
-        last = max(item.end for item in items)
-        job = Job(form, self._until(last), items, self._on_failure, loans, self.on_written)
-        if self._writer.offer(job):
-            self._saved[form] = max(first, end)
+        if items:
+            last = max(item.end for item in items)
+            job = Job(form, self._until(last), items, self._on_failure, loans, self.on_written)
+            if self._writer.offer(job):
+                self._saved[form] = max(first, end)
+                for at in ready:
+                    del self._held[at]
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of the states that a full queue left keep the last one, and of those before it what there is room for."""
+        if self._failed:
+            self._held.clear()
+        kept = 0
+        for at in sorted(self._held, reverse=True)[1:]:
+            kept += Boundary(at, self._held[at][1]).payload_bytes
+            if kept > MAX_HELD_BYTES:
+                del self._held[at]
 
     def _until(self, end: int) -> bytes:
         """The first end tokens, packed."""
@@ -196,7 +207,7 @@ class Recording:
         for begin, end in cuts:
             data: list[Any] = []
             size = sum(spec.span_bytes(end - begin) for spec in rows.specs)
-            if end % form.interval == 0 and self._writer.refuses(form, self._until(end), size):
+            if self._writer.refuses(form, self._until(end), size):
                 self._failed = True
                 break
             if rows.specs:

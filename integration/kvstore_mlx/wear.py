@@ -5,11 +5,16 @@ Pure arithmetic; the time is passed in, in seconds of any clock.
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+
 from kvstore.sizes import format_size
 
 __all__ = ["Alarm", "WriteLimit"]
 
 _HOUR_S = 3600.0
+_MINUTE_S = 60.0
+_MINUTES = 60
 
 _ALARM_BYTES = 10 << 30
 _ALARM_SHARE = 10
@@ -17,27 +22,36 @@ _ALARM_SHARE = 10
 
 
 class WriteLimit:
-    """A token bucket: so many bytes an hour, of which an hour's worth may be written at once.
+    """So many bytes in any hour: what was written in the last sixty minutes is remembered by the minute.
 
-    What was written is taken after the fact, because only then its size is known (what is there already costs nothing),
-    and so the last write may overdraw the bucket; the next ones wait for it.
+    Not a bucket that fills: one that begins full lets twice as much through in its first hour. What is larger than the
+    limit is never written. Asked on an engine's thread while a writer's accounts for what it wrote.
     """
 
-    def __init__(self, bytes_an_hour: int, now: float) -> None:
-        self._rate = bytes_an_hour / _HOUR_S
-        self._most = float(bytes_an_hour)
-        self._left = self._most
-        self._at = now
+    def __init__(self, bytes_an_hour: int) -> None:
+        self._most = bytes_an_hour
+        self._minutes: deque[tuple[int, int]] = deque()
+        self._written = 0
+        self._lock = threading.Lock()
 
     def allows(self, size: int, now: float) -> bool:
-        """Whether size bytes may be written now. What is more than an hour's worth may when the bucket is full."""
-        self._left = min(self._most, self._left + max(0.0, now - self._at) * self._rate)
-        self._at = now
-        return self._left >= min(size, self._most)
+        """Whether size bytes may be written now."""
+        with self._lock:
+            # The minute in which the hour began counts whole.
+            while self._minutes and self._minutes[0][0] < now // _MINUTE_S - _MINUTES:
+                self._written -= self._minutes.popleft()[1]
+            return self._written + size <= self._most
 
-    def take(self, size: int) -> None:
-        """Account for bytes that were written."""
-        self._left -= size
+    def take(self, size: int, now: float) -> None:
+        """Account for bytes that were written: only then is known how many, and what is there costs none."""
+        minute = int(now // _MINUTE_S)
+        with self._lock:
+            if self._minutes and self._minutes[-1][0] >= minute:
+                minute, before = self._minutes.pop()
+                self._minutes.append((minute, before + size))
+            else:
+                self._minutes.append((minute, size))
+            self._written += size
 
 
 class Alarm:

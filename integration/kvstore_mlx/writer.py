@@ -179,7 +179,7 @@ class Writer:
         return min(1.0, least + max(0.0, filled - _RELAXED) / (2 * _RELAXED))
 
     def refuses(self, form: Form, tokens: bytes, size: int) -> bool:
-        """Whether a full chunk at the end of these tokens would not be written; called on the engine's thread."""
+        """Whether the node at the end of these tokens would not be written; called on the engine's thread."""
         return self._housekeeping.refuses(size, form.namespace, tokens)
 
     def lend(self, size: int) -> Loan | None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from recording_support import INTERVAL, SPECS, FakeLive, FakeSpace, fake_plan, spans, state_at
 
+import kvstore_mlx.recording as recording_module
 from kvstore import NamespaceInfo, TensorSpec, UnavailableError
 from kvstore_mlx.forms import Form
 from kvstore_mlx.housekeeping import Housekeeping
@@ -267,18 +268,22 @@ def test_a_full_queue_is_caught_up_later_without_a_hole(store, form):
     assert form.namespace.lookup(prompt).count == 384
 
 
-def test_a_state_that_was_refused_leaves_no_hole(store, stateful):
-    """Its rows are caught up with; the state itself is gone, since the caches have gone on."""
+@pytest.mark.parametrize("room", ["for all", "for the last"])
+def test_a_state_that_was_refused_is_caught_up_with_like_its_rows(store, stateful, monkeypatch, room):
+    """It was copied when the caches held it. No more are kept than there is room for, and no hole is left."""
+    if room == "for the last":
+        monkeypatch.setattr(recording_module, "MAX_HELD_BYTES", 0)
     writer = Slow(Housekeeping(store, 1 << 30), max_queued=2 * INTERVAL * 2 * 2 * 16 + 64)
     prompt = list(range(1, 500))
-    recording = record(stateful, writer, prompt, boundaries=(128, 256, 384, 480))
-    look(recording, 128, 256, 384)
+    recording = record(stateful, writer, prompt, boundaries=(128, 256, 384, 448, 480))
+    look(recording, 128, 256, 384, 448)
     writer.go.set()
     assert writer.drain(10)
     look(recording, 480)
     assert writer.close(10)
-    states = [state_at(stateful, prompt[:end]) for end in (128, 256, 384, 480)]
-    assert states == [{"tokens": 128}, {"tokens": 256}, None, {"tokens": 480}]
+    states = [state_at(stateful, prompt[:end]) for end in (128, 256, 384, 448, 480)]
+    third = {"tokens": 384} if room == "for all" else None
+    assert states == [{"tokens": 128}, {"tokens": 256}, third, {"tokens": 448}, {"tokens": 480}]
 
 
 def test_nan_is_not_saved(form, writer, caplog):

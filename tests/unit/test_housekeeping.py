@@ -12,6 +12,7 @@ from gc_support import SECOND, blocks, check_valid, manifests
 
 from kvstore import NamespaceInfo, Span, TensorSpec
 from kvstore.gc import usage
+from kvstore.keys import pack_tokens
 from kvstore.quotas import write_quota
 from kvstore_mlx import housekeeping
 from kvstore_mlx.housekeeping import Housekeeping, Refusal
@@ -212,11 +213,21 @@ def test_a_write_limit_stops_writing_until_the_hour_goes_on(server):
         assert one.request(prompt(INTERVAL, seed)) is None
     assert one.request(prompt(INTERVAL, 4)) is Refusal.LIMIT
     assert one.saved(prompt(INTERVAL, 4)) == 0
-    one.ahead += 15 * 60
+    one.ahead += 61 * 60
     assert one.request(prompt(INTERVAL, 4)) is None
-    assert one.request(prompt(INTERVAL, 5)) is Refusal.LIMIT
-    assert one.request(prompt(INTERVAL, 3)) is None, "it is there already"
-    assert one.house.refused[Refusal.LIMIT][0] == 2
+    assert one.house.refused[Refusal.LIMIT][0] == 1
+
+
+@pytest.mark.parametrize("tokens", [INTERVAL, INTERVAL - 1], ids=["chunk", "tail"])
+def test_what_the_write_limit_forbids_is_known_before_it_is_copied(server, tokens):
+    one = server(write_limit=NODE)
+    packed = pack_tokens(prompt(tokens, 1))
+    assert not one.house.refuses(NODE, one.space, packed)
+    one.house.wrote(1)
+    assert one.house.refuses(NODE, one.space, packed)
+    assert one.house.refused[Refusal.LIMIT] == (1, NODE)
+    one.ahead += 61 * 60
+    assert not one.house.refuses(NODE, one.space, packed)
 
 
 def test_the_alarm_says_when_hardly_anything_is_read_back(server, caplog):
