@@ -12,6 +12,7 @@ import sys
 import termios
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 KVSTORE = ("-m", "kvstore")
@@ -21,6 +22,12 @@ def after(*lines: str) -> tuple[str, str]:
     """The same program, behind a few lines that change what a test cannot wait for."""
     return "-c", "; ".join((*lines, "from kvstore.cli.app import main", "main()"))
 
+
+ON_A_TERMINAL = after(
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})",
+    "import pty_support; pty_support.stderr_to_terminal()",
+)
+"""The same with stderr a terminal, for processes that run_at does not start."""
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _DECIDING = ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES", "KVSTORE_DIR")
@@ -83,6 +90,19 @@ def _drain(master: int, into: list[bytes]) -> None:
         if not data:
             return
         into.append(data)
+
+
+def stderr_to_terminal() -> None:
+    """In a process that has just begun: its stderr becomes a terminal, and what is written there goes where it went."""
+    was = os.dup(2)
+    master, slave = pty.openpty()
+    os.dup2(slave, 2)
+
+    def copy() -> None:
+        while data := os.read(master, 1 << 16):
+            os.write(was, data)
+
+    threading.Thread(target=copy, daemon=True).start()
 
 
 def plain(text: str) -> str:

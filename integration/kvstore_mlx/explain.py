@@ -1,17 +1,23 @@
 """Say why a prompt was not reused further, in a server's log: one clause always, both texts when asked for.
 
 The clause comes from what the lookup found, and a few manifests more (below a millisecond). The texts need the model's
-tokenizer and some milliseconds, so they are for looking into a miss: ``--kv-cache-explain``.
+tokenizer and some milliseconds, so they are for looking into a miss: ``--kv-cache-explain``. They are coloured as those
+of `kvstore why` are, where the log is a terminal.
 """
 
 from __future__ import annotations
 
+import io
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from rich.console import Console
+from rich.text import Text
+
 from kvstore.context import Counters, Space
-from kvstore.differences import HINTS, Decode, aligned, causes, lines, shown, texts_of
+from kvstore.differences import HINTS, Decode, aligned, causes, texts_of
+from kvstore.drawing import drawn, has_colours
 from kvstore.keys import unpack_tokens
 from kvstore.lookup import Match
 from kvstore.lookup import find as find_prefix
@@ -24,7 +30,8 @@ log = logging.getLogger("kvstore")
 
 _WINDOW = 40
 _LOOKED_AT = 2048
-_WIDTH = 100
+_WIDTH = 110
+_INDENT = "  "
 
 _ENDS = 2048
 """Tokens at either end of what matched, of which the text is looked at for the roles in it."""
@@ -89,22 +96,42 @@ class Explainer:
         decode = self._decode()
         before, saved, prompt = near.windows(_WINDOW, _WINDOW)
         pairs = aligned(decode, before, saved, prompt)
-        rows = [f"  both    {shown(decode(list(before)))[-_WIDTH:]}"]
-        for line in lines(pairs, _WIDTH):
-            rows.append("  saved   " + "".join(cell.saved for cell in line).rstrip())
-            rows.append("  prompt  " + "".join(cell.prompt for cell in line).rstrip())
-            rows.append(
-                "          " + "".join((" " if cell.same else "^") * len(cell.prompt) for cell in line).rstrip()
-            )
+        screen = _screen()
+        width = min(screen.width, _WIDTH) - len(_INDENT)
+        found = drawn(decode(list(before)), pairs, width, coloured=has_colours(screen))
+        rows = [_written(row, screen) for row in found]
         texts = texts_of(decode, *near.windows(_WINDOW, _LOOKED_AT))
         matched = list(unpack_tokens(near.tokens)[: near.matched])
         ends = matched if len(matched) <= 2 * _ENDS else [*matched[:_ENDS], *matched[-_ENDS:]]
         hints = [HINTS[cause] for cause in causes(replace(texts, whole=decode(ends)), pairs)]
-        rows += [f"  {hint}" for hint in hints]
+        rows += hints
         log.info(
             "kvstore: at token %d of %d the prompt differs from the nearest saved one (%s):\n%s",
             near.matched,
             near.count,
             near.key[:12],
-            "\n".join(row.rstrip() for row in rows),
+            "\n".join(f"{_INDENT}{row}".rstrip() for row in rows),
         )
+
+
+def _screen() -> Console:
+    """Where the log is read: a terminal only if it goes to nothing else, because a message is one for all."""
+    streams = [getattr(handler, "stream", None) for handler in _handlers()]
+    if streams and all(stream is not None and stream.isatty() for stream in streams):
+        return Console(file=streams[0])
+    return Console(file=io.StringIO(), force_terminal=False, width=_WIDTH)
+
+
+def _handlers() -> Iterator[logging.Handler]:
+    """What gets the messages of this log."""
+    at: logging.Logger | None = log
+    while at is not None:
+        yield from (handler for handler in at.handlers if handler.level <= logging.INFO)
+        at = at.parent if at.propagate else None
+
+
+def _written(row: Text, screen: Console) -> str:
+    """A row as it is written there, with the escapes of its colours."""
+    with screen.capture() as written:
+        screen.print(row, soft_wrap=True, end="")
+    return written.get()

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from kvstore.cli.app import DirectoryArgument, JsonOption, app, opened, output, print_json
 from kvstore.cli.common import PrefixOption, beginning, plain, say
 from kvstore.cli.words import Words, read_text, read_tokens
-from kvstore.differences import HINTS, Cause, Pair, Texts, aligned, causes, lines, shown, texts_of
+from kvstore.differences import HINTS, Cause, Pair, Texts, aligned, causes, texts_of
+from kvstore.drawing import drawn, has_colours
 from kvstore.errors import KVStoreError
 from kvstore.keys import pack_tokens, unpack_tokens
 from kvstore.lookup import find
@@ -35,6 +35,7 @@ from kvstore.store import Store, unavailable
 __all__ = ["why"]
 
 _SHORT_ID = 12
+_MAX_WIDTH = 120
 
 WINDOW = 48
 """Tokens shown on each side of the difference."""
@@ -158,7 +159,7 @@ def _print(view: _View) -> None:
     say([f"At token {found.matched:,} it differs from {saved}:", ""])
     before = view.texts.before if view.texts is not None else _as_numbers(list(view.before))
     screen = output()
-    for line in _drawn(before, view.pairs, min(screen.width, 120)):
+    for line in drawn(before, view.pairs, min(screen.width, _MAX_WIDTH), coloured=has_colours(screen)):
         screen.print(line, soft_wrap=True)
     say(["", *(HINTS[cause] for cause in view.causes)] if view.causes else [])
 
@@ -176,17 +177,3 @@ def _summary(view: _View) -> str:
         if view.resumable:
             text += f", or {view.resumable:,} by a model that needs a saved state"
     return text + "."
-
-
-def _drawn(before: str, pairs: list[Pair], width: int) -> list[Text]:
-    """Both texts below each other, with the end of what they have in common above them."""
-    room = max(20, width - len("prompt  "))
-    lead = shown(before)[-2 * room :]
-    drawn = [Text(f"both    {lead[at : at + room]}", "dim") for at in range(0, len(lead), room)]
-    for line in lines(pairs, room):
-        saved, prompt = Text("saved   ", "bold"), Text("prompt  ", "bold")
-        for cell in line:
-            saved.append(cell.saved, "not bold dim" if cell.same else "not bold red")
-            prompt.append(cell.prompt, "not bold dim" if cell.same else "not bold green")
-        drawn += [saved, prompt]
-    return drawn

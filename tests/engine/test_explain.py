@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 from core_support import INFO, open_store, prompt, spans
 from engine_support import wait_saved
 from gc_support import state
+from pty_support import KVSTORE, ON_A_TERMINAL, plain, run_at
 
 from kvstore.keys import pack_tokens
 from kvstore_mlx.explain import Explainer, clause, nearest_of
 
 TOKENS = prompt(300)
+RED, GREEN = "\x1b[31m", "\x1b[32m"
 
 
 def differ_at(tokens: list[int], at: int) -> list[int]:
@@ -86,35 +88,97 @@ def messages(date: str, *more: str) -> list[dict]:
     ]
 
 
-def test_a_server_shows_both_texts(serve, tiny_llama, tmp_path):
+@pytest.mark.parametrize("command", [KVSTORE, ON_A_TERMINAL], ids=["file", "terminal"])
+def test_a_server_shows_both_texts(serve, tiny_llama, tmp_path, command):
     directory = tmp_path / "kv"
-    server = serve(tiny_llama, "--kv-cache-dir", str(directory), "--kv-cache-explain", "--kv-cache-min-tokens", "64")
+    flags = ("--kv-cache-dir", str(directory), "--kv-cache-explain", "--kv-cache-min-tokens", "64")
+    server = serve(tiny_llama, *flags, command=(*command, "serve"))
     first = server.chat(messages("Monday, 3 March"), max_tokens=2)
-    assert "nothing of this model is saved yet" in server.log
+    server.wait_log("nothing of this model is saved yet")
     wait_saved(server, directory, first.prompt_tokens - 1)
     second = server.chat(messages("Tuesday, 14 March"), max_tokens=2)
     line = server.wait_log(r"kvstore: reused .*; it differs from the nearest saved prompt at token (\d+)")
     at = int(line.rpartition(" ")[2])
     assert second.cached_tokens == at
     shown = server.wait_log(r"(?s)kvstore: at token \d+ of \d+ the prompt differs.*?\n  A date[^\n]*\n")
-    rows = shown.splitlines()
-    assert rows[1].startswith("  both    ")
-    assert rows[1].endswith("Today is")
-    saved, given, marks = rows[2:5]
+    rows = plain(shown).splitlines()
+    both = [row for row in rows if row.startswith("  both    ")]
+    assert both[-1].rstrip().endswith("Today is")
+    saved, given, below = rows[1 + len(both) : 4 + len(both)]
     assert saved.startswith("  saved   Mon")
     assert given.startswith("  prompt  Tuesday, 14 March. Cite the line.<|im_end|>↵<|im_start|>user")
-    assert re.fullmatch(r" {10}\^\^.*\^", marks)
+    if command is KVSTORE:
+        assert re.fullmatch(r" {10}\^\^.*\^", below)
+        assert "\x1b" not in server.log
+    else:
+        assert "^" not in below
+        assert f"{RED}Mon" in shown
+        assert f"{GREEN}T" in shown
     assert len(server.warnings) == 0
 
 
 def test_generate_shows_them_too(tiny_llama, tmp_path):
-    directory = tmp_path / "kv"
     outputs = []
     for date in ("Monday, 3 March", "Tuesday, 14 March"):
-        command = [sys.executable, "-m", "kvstore", "generate", "--model", str(tiny_llama), "--max-tokens", "2"]
-        command += ["--prompt", f"{SYSTEM}Today is {date}.", "--kv-cache-dir", str(directory)]
-        command += ["--kv-cache-explain", "--kv-cache-min-tokens", "64"]
-        outputs.append(subprocess.run(command, capture_output=True, text=True, timeout=120, check=True))
-    assert "the prompt differs from the nearest saved one" in outputs[1].stderr
-    assert "A date or a time differs" in outputs[1].stderr
-    assert "kvstore:" not in outputs[1].stdout
+        command = ["generate", "--model", tiny_llama, "--max-tokens", "2", "--prompt", f"{SYSTEM}Today is {date}."]
+        command += ["--kv-cache-dir", tmp_path / "kv", "--kv-cache-explain", "--kv-cache-min-tokens", "64"]
+        outputs.append(run_at("err", *command))
+        assert outputs[-1].code == 0
+    assert "the prompt differs from the nearest saved one" in outputs[1].err
+    assert f"{GREEN}T" in outputs[1].err
+    assert "A date or a time differs" in outputs[1].err
+    assert "kvstore:" not in outputs[1].out
+    assert "\x1b" not in outputs[1].out
+
+
+@pytest.fixture
+def terminal():
+    master, slave = os.openpty()
+    with os.fdopen(slave, "w") as stream:
+        yield stream
+    os.close(master)
+
+
+def explained(space, *streams) -> str:
+    """The message of a difference when the log is written to these; what a handler of one of them was given."""
+    space.publish(TOKENS, spans(TOKENS, 0, 64))
+    near = nearest_of(found(space, differ_at(TOKENS, 10)), pack_tokens(differ_at(TOKENS, 10)))
+    given: list[str] = []
+
+    class Handler(logging.StreamHandler):
+        def emit(self, record):
+            given.append(record.getMessage())
+
+    log = logging.getLogger("kvstore")
+    before = log.handlers, log.propagate, log.level
+    log.handlers, log.propagate, log.level = [Handler(stream) for stream in streams], False, logging.INFO
+    try:
+        Explainer(lambda: lambda tokens: "".join(f"{token} " for token in tokens)).explain(near)
+    finally:
+        log.handlers, log.propagate, log.level = before
+    return given[0]
+
+
+def test_colours_are_for_terminals_only(space, terminal, tmp_path, monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    coloured = explained(space, terminal)
+    assert f"{RED}" in coloured
+    assert f"{GREEN}" in coloured
+    with (tmp_path / "log").open("w") as file:
+        marked = explained(space, file)
+        assert "\x1b" not in marked
+        assert "^" in marked
+        # One message for all: what is also written to a file has no colours anywhere.
+        assert explained(space, terminal, file) == marked
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        assert explained(space, file) == marked
+        monkeypatch.delenv("FORCE_COLOR")
+    monkeypatch.setenv("NO_COLOR", "1")
+    without = explained(space, terminal)
+    assert "\x1b" not in without
+    assert "^" in without
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert "\x1b" not in explained(space, terminal)

@@ -12,6 +12,7 @@ import pytest
 from conftest import make_tokenizer
 from core_support import INFO, node_files, open_store, prompt, spans
 from gc_support import TENANT, state
+from pty_support import plain, run_at
 from upkeep_support import grow, invoke, invoke_json, snapshot
 
 from kvstore import FileSystem, NamespaceInfo
@@ -272,6 +273,32 @@ def test_both_texts_are_shown_below_each_other(tmp_path, model):
     assert document["texts"]["saved"].startswith("Monday")
     assert document["texts"]["prompt"].startswith("Tuesday")
     assert document["window"]["before"] == encode(model, SAVED)[max(0, at - 48) : at]
+
+
+@pytest.mark.parametrize(("terminal", "no_color"), [("out", ""), ("out", "1"), (None, "")])
+def test_what_differs_is_coloured_on_a_terminal_and_marked_elsewhere(tmp_path, model, terminal, no_color):
+    save(tmp_path / "s", encode(model, SAVED))
+    (tmp_path / "prompt.txt").write_text(SAVED.replace("Monday, 3", "Tuesday, 14"))
+    words = ["why", tmp_path / "s", "--prompt", tmp_path / "prompt.txt", "--model", model]
+    seen = run_at(terminal, *words, env={"NO_COLOR": no_color})
+    assert (seen.code, seen.err) == (0, "")
+    lines = plain(seen.out).splitlines()
+    (at,) = [number for number, line in enumerate(lines) if line.startswith("saved ")]
+    saved, given, below = lines[at : at + 3]
+    assert saved.index("March") == given.index("March")
+    if terminal is not None and not no_color:
+        assert "\x1b[31mMon" in seen.out
+        assert "\x1b[32mT" in seen.out
+        assert "^" not in below
+    else:
+        assert "\x1b" not in seen.out
+        # A mark below each column that differs, and below no other.
+        wide = max(len(saved), len(given))
+        differs = [a != b for a, b in zip(saved[8:].ljust(wide), given[8:].ljust(wide), strict=True)]
+        marked = [mark == "^" for mark in below[8:].ljust(wide)]
+        assert any(marked)
+        assert not any(differ and not mark for differ, mark in zip(differs, marked, strict=False))
+        assert not any(marked[given.index("March") - 8 :])
 
 
 def test_a_chat_request_is_rendered_by_the_models_template(tmp_path, model):
