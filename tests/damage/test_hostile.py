@@ -165,7 +165,7 @@ def test_a_huge_file_in_place_of_a_manifest_is_not_read(root):
 HEADER_LIES: dict[str, bytes | str | dict] = {
     "arrays 100,000 deep": OPEN + ',"x":' + "[" * 100_000 + "]" * 100_000 + "}",
     "arrays 20,000 deep": OPEN + ',"x":' + "[" * 20_000 + "]" * 20_000 + "}",
-    "objects 2,900 deep": OPEN + ',"x":' + '{"a":' * 2_900 + "1" + "}" * 2_901,
+    "objects 2,090 deep": OPEN + ',"x":' + '{"a":' * 2_090 + "1" + "}" * 2_091,
     "objects 100,000 deep": OPEN + ',"x":' + '{"a":' * 100_000 + "1" + "}" * 100_001,
     "an open array 1,000,000 deep": "[" * 1_000_000,
     "a number of 1,000,000 digits": OPEN + ',"x":' + "9" * 1_000_000 + "}",
@@ -212,6 +212,7 @@ HEADER_LIES |= {
     "52,000 strings": filled(OPEN + ',"x":[', '"ab",', '""]}'),
     "61 numbers of 4,299 digits": filled(OPEN + ',"x":[', "9" * 4299 + ",", "1]}"),
     "numbers of 199 digits": filled(OPEN + ',"x":[', "9" * 199 + ",", "1]}"),
+    "11,000 names": OPEN + "," + ",".join(f'"{i:x}":0' for i in range(11_000)) + "}",
     "20,000 names": OPEN + "," + ",".join(f'"{i:x}":0' for i in range(20_000)) + "}",
     "18,000 dimensions": filled(
         OPEN + ',"x":{"dtype":"U8","shape":[1,16,', "1099511627775,", '1],"data_offsets":[0,64]}}'
@@ -220,12 +221,12 @@ HEADER_LIES |= {
     "130,000 dimensions of 1": filled(OPEN + ',"x":{"dtype":"U8","shape":[1,16,', "1,", '1],"data_offsets":[0,16]}}'),
     "a name of 260,000 letters": filled(OPEN + ',"', "x", '":0}'),
     "43,000 escapes": filled(OPEN + ',"x":"', "\\u0041", '"}'),
-    "2,900 tensors of one name": OPEN + ',"x":{"dtype":"U8","shape":[1,16,1],"data_offsets":[0,16]}' * 2_900 + "}",
-    "2,900 objects": OPEN + ',"x":[' + "{}," * 2_900 + "{}]}",
+    "2,090 tensors of one name": OPEN + ',"x":{"dtype":"U8","shape":[1,16,1],"data_offsets":[0,16]}' * 2_090 + "}",
+    "2,090 objects": OPEN + ',"x":[' + "{}," * 2_090 + "{}]}",
     "11,000 arrays": OPEN + ',"x":[' + "[]," * 11_000 + "[]]}",
     "23,000 strings": OPEN + ',"x":[' + '"ab",' * 23_000 + '""]}',
-    "2,900 tensors of another size than the file": header(
-        **{f"{i:x}": {"dtype": "U8", "shape": [1, 16], "data_offsets": [16 * i, 16 * i + 16]} for i in range(2_900)}
+    "2,090 tensors of another size than the file": header(
+        **{f"{i:x}": {"dtype": "U8", "shape": [1, 16], "data_offsets": [16 * i, 16 * i + 16]} for i in range(2_090)}
     ),
 }
 

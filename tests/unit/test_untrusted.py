@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvstore import PublishError, State, StateTensor, TensorSpec
-from kvstore.blocks import DTYPE_BYTES, MAX_HEADER_BYTES, block_head, read_specs
+from kvstore.blocks import DTYPE_BYTES, MAX_HEADER_BYTES, MAX_NAMES, MAX_TENSORS, block_head, read_specs
 from kvstore.manifest import BlockRef
 from kvstore.states import state_parts
 from kvstore.untrusted import MAX_DIGITS, MAX_ELEMENTS, MAX_ITEMS, MAX_OBJECTS, fits, is_plain, parse
@@ -68,9 +68,19 @@ def test_the_tensors_of_1000_layers_are_read_again(name, width):
     assert read_specs(head, BlockRef(b"", size, 0, 2048, len(head))) == specs
 
 
+def test_many_tensors_a_layer_are_read_again():
+    """Quantized keys and values, indexers, compressors: 16 tensors for each of 128 layers."""
+    specs = tuple(TensorSpec(f"{i}.compressor.{part}", "U32", 8, (16,)) for i in range(128) for part in range(16))
+    head = block_head(specs, 0, 2048, 0)
+    size = len(head) + sum(spec.span_bytes(2048) for spec in specs)
+    assert read_specs(head, BlockRef(b"", size, 0, 2048, len(head))) == specs
+
+
 def test_what_no_reader_accepts_is_not_written():
     with pytest.raises(PublishError, match="more than any reader"):
-        block_head((TensorSpec("{" * (MAX_OBJECTS + 1), "U8", 1, ()),), 0, 1, 0)
+        block_head((TensorSpec("{" * (MAX_TENSORS + 1), "U8", 1, ()),), 0, 1, 0)
+    with pytest.raises(PublishError, match="more than any reader"):
+        state_parts(State((), [], {f"{i:x}": 0 for i in range(MAX_NAMES + 1)}), 0, 1)
     with pytest.raises(PublishError, match="more than any reader"):
         state_parts(State((), [], {"n": 10**MAX_DIGITS}), 0, 1)
     with pytest.raises(PublishError, match="no array can have"):
