@@ -133,16 +133,36 @@ def test_what_was_decoded_can_be_left_out(loaded, opened):
         assert cache.restore(tokens).tokens == len(tokens)
 
 
-def test_the_readme_s_example_runs(tiny_llama, tmp_path, monkeypatch, capsys):
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-    (code,) = (each for each in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "import kvstore_mlx" in each)
+def examples(page: str) -> list[str]:
+    text = (Path(__file__).resolve().parents[2] / page).read_text()
+    return [each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "kvstore_mlx" in each]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/api.md"])
+def test_examples_say_the_same_restored(tiny_llama, tmp_path, monkeypatch, capsys, page):
     monkeypatch.chdir(tmp_path)
     answers = []
     for _ in range(2):
-        exec(compile(code.replace("mlx-community/Qwen3-8B-4bit", str(tiny_llama)), "README.md", "exec"), {})
-        answers.append(capsys.readouterr().out)
+        names: dict[str, object] = {}
+        for code in examples(page):
+            exec(compile(code.replace("mlx-community/Qwen3-8B-4bit", str(tiny_llama)), page, "exec"), names)
+        answers.append(re.sub(r"(\d+) of (\d+) tokens were restored", "", capsys.readouterr().out))
     assert answers[0]
     assert answers[0] == answers[1]
+
+
+def test_the_example_of_a_loop_of_one_s_own_restores(loaded, tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    *_, code = examples("docs/api.md")
+    found = []
+    for _ in range(2):
+        names = {"kvstore_mlx": kvstore_mlx, "model": loaded[0], "tokenizer": loaded[1], "path": str(tiny_llama)}
+        exec(compile(code, "docs/api.md", "exec"), names)
+        found.append((names["known"], names["tokens"]))
+    prompt = loaded[1].encode("Why do caches lie? " * 40)
+    assert [known for known, _ in found] == [0, len(prompt) - 1]
+    wanted = [each.token for each in stream_generate(*loaded, prompt, max_tokens=20)]
+    assert [tokens for _, tokens in found] == [[*prompt, *wanted]] * 2
 
 
 def test_mistakes_are_told(loaded, opened, tmp_path):
