@@ -22,6 +22,7 @@ import xxhash
 from kvstore.blocks import TensorBuffer, TensorSpec
 from kvstore.errors import DamagedBlockError
 from kvstore.fs import preadv_full
+from kvstore.interpreter import short_turns
 from kvstore.manifest import BlockRef
 
 __all__ = ["Allocate", "OpenBlock", "scatter"]
@@ -54,6 +55,13 @@ def scatter(blocks: Sequence[OpenBlock], memory: Mapping[str, TensorBuffer], thr
     """
     work = _Work(blocks, memory)
     others: list[threading.Thread] = []
+    with short_turns():
+        _run(work, threads, others)
+    return work.outcome()
+
+
+def _run(work: _Work, threads: int, others: list[threading.Thread]) -> None:
+    """Run work on so many threads, and wait for all of them whatever happens."""
     try:
         for _ in range(min(threads, len(work.units)) - 1):
             thread = threading.Thread(target=work.run, name="kvstore-read")
@@ -66,7 +74,6 @@ def scatter(blocks: Sequence[OpenBlock], memory: Mapping[str, TensorBuffer], thr
         work.stop()
         for thread in others:
             _join(thread)
-    return work.outcome()
 
 
 def _join(thread: threading.Thread) -> None:

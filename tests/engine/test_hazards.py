@@ -20,6 +20,8 @@ import xxhash
 from mlx_lm.models.cache import KVCache
 
 from kvstore import Durability, FileSystem, NamespaceInfo, Span, Store, TensorBuffer, TensorSpec
+from kvstore.fs import preadv_full
+from kvstore.interpreter import TURN_S
 from kvstore_mlx import selfcheck
 from kvstore_mlx.buffers import _PIECE, Filling, copy_rows, copy_whole, empty, has_non_finite
 from kvstore_mlx.inplace import view_of
@@ -286,6 +288,28 @@ class TestConvoysOnTheInterpreterLock:
         taken = time.perf_counter() - started
         assert all(bytes(part) == grid(64, 8).tobytes() for part in parts)
         assert taken < 1.5
+
+    def test_a_restore_waits_for_short_turns_only(self, space, busy):
+        """576 runs again, each hashed by itself into the engine's own layout."""
+        tokens, heads = 64, 8
+        specs = tuple(TensorSpec(f"{number}", "F32", heads, (DIM,)) for number in range(72))
+        space.publish(range(tokens), [Span(0, tokens, specs, [grid(tokens, heads).tobytes()] * len(specs))])
+        memory = {spec.name: bytearray(2 * spec.span_bytes(tokens)) for spec in specs}
+        during = []
+
+        def allocate(_specs, _tokens):
+            return {name: TensorBuffer(memoryview(data), 2 * tokens) for name, data in memory.items()}
+
+        def watched(*args):
+            during.append(sys.getswitchinterval())
+            return preadv_full(*args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kvstore.scatter.preadv_full", watched)
+            assert space.read(space.lookup(range(tokens)), allocate).tokens == tokens
+        assert during
+        assert max(during) == pytest.approx(TURN_S)
+        assert busy[0]
 
 
 def count_updates(monkeypatch) -> list[int]:
