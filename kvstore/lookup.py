@@ -74,6 +74,7 @@ class Match:
 
     count tokens can be reused; when the last step's node goes on differently from the prompt, count ends inside it and
     exact is False. border is the last token up to which whole blocks hold the prompt: a publish goes on from there.
+    beyond: tokens after count that lie in its last block, which are read with it.
     Nothing was opened yet but for the candidates at the end: reading may still find less.
     """
 
@@ -83,6 +84,7 @@ class Match:
     count: int
     border: int
     exact: bool = True
+    beyond: int = 0
 
 
 def chunks(space: Space, packed: bytes) -> Iterator[Chunk]:
@@ -214,7 +216,8 @@ def _tail(space: Space, packed: bytes, steps: list[Step], rest: _Rest) -> Match:
         if shared > best.count:
             borders = [ref.first + ref.count for ref in manifest.blocks]
             border = max((end for end in borders if end <= shared), default=rest.first)
-            best = Match(space, packed, (*steps, step), shared, border, exact=shared == step.end)
+            read = min((end for end in borders if end >= shared), default=shared)
+            best = Match(space, packed, (*steps, step), shared, border, shared == step.end, read - shared)
     return best
 
 

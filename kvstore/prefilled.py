@@ -59,7 +59,8 @@ def _prefill_part(match: Match, *, trimmable: bool) -> tuple[Match, int]:
     if trimmable:
         kept = [step for step in kept if step.first < count]
         exact = bool(kept) and kept[-1].end == count
-        return replace(match, steps=tuple(kept), count=count, border=border, exact=exact), count
+        beyond = match.beyond if count == match.count else 0
+        return replace(match, steps=tuple(kept), count=count, border=border, exact=exact, beyond=beyond), count
     while kept and not (kept[-1].end <= count and _prefilled_state(match.space, kept[-1])):
         kept.pop()
     end = kept[-1].end if kept else 0

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import xxhash
@@ -25,7 +26,16 @@ from kvstore.lookup import Step, load_manifest
 from kvstore.manifest import BlockRef
 from kvstore.untrusted import JSON_ERRORS, fits
 
-__all__ = ["AllocateState", "Scalar", "State", "StateTensor", "parse_state_header", "read_state", "state_parts"]
+__all__ = [
+    "AllocateState",
+    "Scalar",
+    "State",
+    "StateTensor",
+    "parse_state_header",
+    "read_state",
+    "state_parts",
+    "state_size",
+]
 
 _UNSEEN = 4 << 20
 """Memory that a header alone is believed for."""
@@ -112,13 +122,9 @@ def read_state(space: Space, step: Step, allocate: AllocateState) -> dict[str, S
     """
     context = space.context
     path = step.path.with_suffix(".state")
-    manifest = load_manifest(space, path)
-    if manifest is None:
+    ref = _ref(space, path)
+    if ref is None:
         return None
-    if manifest.kind != "state" or len(manifest.blocks) != 1:
-        context.damaged.add(path)
-        return None
-    (ref,) = manifest.blocks
     try:
         values = _read(context, ref, allocate)
     except (OSError, EOFError, DamagedBlockError) as error:
@@ -126,8 +132,28 @@ def read_state(space: Space, step: Step, allocate: AllocateState) -> dict[str, S
             context.counters.add(damaged=1)
             context.damaged.update({path, context.layout.block(ref.digest)})
         return None
+    context.counters.add(restored_bytes=ref.size)
     context.note_use(path)
     return values
+
+
+def state_size(space: Space, step: Step) -> int:
+    """Bytes that read_state would read at a node; 0 when there is nothing good to read."""
+    ref = _ref(space, step.path.with_suffix(".state"))
+    return 0 if ref is None else ref.size
+
+
+def _ref(space: Space, path: Path) -> BlockRef | None:
+    """What a state's manifest names; None when it is missing, or damaged, which is remembered and counted once."""
+    if path in space.context.damaged:
+        return None
+    manifest = load_manifest(space, path)
+    if manifest is None:
+        return None
+    if manifest.kind != "state" or len(manifest.blocks) != 1:
+        space.context.damaged.add(path)
+        return None
+    return manifest.blocks[0]
 
 
 def _read(context: Context, ref: BlockRef, allocate: AllocateState) -> dict[str, Scalar]:

@@ -33,7 +33,7 @@ from kvstore.publish import Published, publish, publish_state
 from kvstore.renewal import Renewal
 from kvstore.restore import THREADS, Allocate, Restored, read
 from kvstore.standing import Standing, names, standing
-from kvstore.states import AllocateState, Scalar, State, read_state
+from kvstore.states import AllocateState, Scalar, State, read_state, state_size
 from kvstore.tokenizations import Tokenizations
 
 __all__ = ["DEFAULT_INTERVAL", "Namespace", "Store", "unavailable"]
@@ -180,6 +180,10 @@ class Namespace:
     def read_state(self, match: Match, allocate: AllocateState) -> dict[str, Scalar] | None:
         """Read the boundary state at the end of a match; its values, or None when there is no good one."""
         return read_state(self._space, match.steps[-1], allocate) if match.steps and match.exact else None
+
+    def state_size(self, match: Match) -> int:
+        """Bytes that read_state would read; 0 when there is no good state."""
+        return state_size(self._space, match.steps[-1]) if match.steps and match.exact else 0
 
     def publish(self, tokens: Iterable[int] | bytes, spans: Sequence[Span]) -> Published:
         """Publish KV of consecutive spans of a prompt; see kvstore.publish for the rules and errors.

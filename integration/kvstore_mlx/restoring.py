@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from kvstore.blocks import TensorBuffer, TensorSpec
@@ -44,13 +45,25 @@ class Found:
         """Tokens that may be restored."""
         return self.match.count
 
+    @cached_property
+    def state_size(self) -> int:
+        """Bytes of the state at their end; 0 when there is none."""
+        return self.form.namespace.state_size(self.match)
+
+    @property
+    def size(self) -> int:
+        """Bytes that a restore reads, headers aside: blocks are read whole, however little of the last one matches."""
+        rows = self.form.plan.token_bytes * (self.count + self.match.beyond)
+        return rows + self.state_size if self.form.stateful else rows
+
 
 @dataclass(frozen=True)
 class Restored:
     """tokens of a prompt, with caches that go on after them.
 
-    saved: up to where the store holds the prompt in whole blocks. size: bytes read. logits and extras are of the last
-    token, and only there where an engine saved them and the prefix ends exactly there.
+    saved: up to where the store holds the prompt in whole blocks. size: bytes read, of which the state took state_size.
+    logits and extras are of the last token, and only there where an engine saved them and the prefix ends exactly
+    there.
     """
 
     tokens: int
@@ -60,6 +73,7 @@ class Restored:
     seconds: float
     logits: Any | None = None
     extras: Extras = field(default_factory=Extras)
+    state_size: int = 0
 
 
 class Restoring:
@@ -140,8 +154,9 @@ def restore(found: Found, room: int, *, state: bool = False, prefill_only: bool 
 
 def _restore(found: Found, room: int, state: bool, prefill_only: bool) -> Restored | None:
     started = time.perf_counter()
-    form, match = found.form, found.match
+    form = found.form
     for _ in range(_TRIES):
+        match = found.match
         if not match.count or match.count < form.least:
             return None
         target = Restoring(form.plan, room + _ROOM)
@@ -153,7 +168,7 @@ def _restore(found: Found, room: int, state: bool, prefill_only: bool) -> Restor
             if read.tokens == match.count or enough:
                 caches, logits, extras = target.caches(read.tokens, values if read.tokens == match.count else None)
                 seconds = time.perf_counter() - started
-                return Restored(read.tokens, caches, read.border, read.size, seconds, logits, extras)
-        tokens = match.tokens[: match.count * TOKEN_BYTES]
-        match = form.namespace.lookup(tokens, trimmable=not form.stateful, prefill_only=prefill_only)
+                own = 0 if values is None else found.state_size
+                return Restored(read.tokens, caches, read.border, read.size + own, seconds, logits, extras, own)
+        found = find(form, match.tokens[: match.count * TOKEN_BYTES], prefill_only=prefill_only)
     return None

@@ -17,6 +17,7 @@ from kvstore import NamespaceInfo, Span, TensorSpec
 from kvstore.keys import pack_tokens
 from kvstore.manifest import decode as decode_manifest
 from kvstore.states import State, StateTensor
+from kvstore_mlx.restoring import longest
 
 PROMPT = prompt_of(200)
 
@@ -254,6 +255,31 @@ class TestForeignStates:
             assert run.cached_tokens == 0
             assert "does not fit the model" in caplog.text
             assert mx.array_equal(run.logits, session_of(None, "llama").prefill(PROMPT).logits).item()
+
+
+@pytest.mark.parametrize(
+    ("family", "shared"), [("llama", 200), ("llama", 100), ("mamba", 200), ("bailing_moe_linear", 200)]
+)
+def test_what_a_restore_reads_is_known_before_and_counted_after(tmp_path, family, shared):
+    """A state too, and all of a block of which half matches."""
+    save(tmp_path / "cache", family, interval=256)
+    prompt = [*PROMPT[:shared], 5, 6]
+    with session_of(tmp_path / "cache", family, interval=256) as session:
+        found = longest(session._find(pack_tokens(prompt)))
+        restored = session._read(found, len(prompt))
+        assert restored.tokens == found.count == shared
+        assert session._store.counters.snapshot()["restored_bytes"] == restored.size
+    blocks = tmp_path / "cache" / "objects" / "blocks"
+    files = sorted(path.stat().st_size for path in blocks.rglob("*") if path.is_file())
+    # Headers of blocks, and of a llama its logits, are not known before.
+    headers = 4096
+    assert 0 <= restored.size - found.size < headers
+    if shared == 100:
+        assert found.size > found.form.plan.token_bytes * 190
+        assert restored.state_size == 0
+    else:
+        assert restored.state_size in files
+    assert (restored.size > restored.state_size) == bool(found.form.plan.specs)
 
 
 def test_what_is_restored_has_room(tmp_path):

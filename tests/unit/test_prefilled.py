@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from core_support import prompt, restore, span, spans
+from core_support import INFO, open_store, prompt, restore, span, spans
 
 from kvstore.states import State, StateTensor
 
@@ -41,6 +41,15 @@ def test_a_prefix_ends_before_the_first_decoded_block(space, ends, found, border
         return memory
 
     assert space.read(match, allocate).tokens == found
+
+
+@pytest.mark.parametrize(("shared", "found", "beyond"), [(90, 90, 10), (110, 100, 0)])
+def test_what_is_read_beyond_a_prefilled_part(tmp_path, shared, found, beyond):
+    space = open_store(tmp_path / "cache", interval=128).namespace(INFO)
+    tokens = prompt(128)
+    space.publish(tokens, [span(tokens, 0, 100), replace(span(tokens, 100, 128), decode=True)])
+    match = space.lookup([*tokens[:shared], *prompt(50, 9)], prefill_only=True)
+    assert (match.count, match.beyond) == (found, beyond)
 
 
 def test_what_was_prefilled_after_a_decoded_block_is_left_out_too(space):

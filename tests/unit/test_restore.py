@@ -82,6 +82,19 @@ def test_blocks_after_an_overlap_are_not_read(tmp_path, caplog):
     assert caplog.records == []
 
 
+@pytest.mark.parametrize(("shared", "beyond"), [(69, 1), (70, 0), (71, 57), (128, 0), (128 + 64, 8), (128 + 90, 38)])
+@pytest.mark.parametrize("prefill_only", [False, True])
+def test_a_lookup_says_how_much_more_than_the_overlap_is_read(tmp_path, shared, beyond, prefill_only):
+    space = open_store(tmp_path / "cache", interval=128).namespace(INFO)
+    tokens = prompt(256)
+    space.publish(tokens, spans(tokens, 0, 70, 128, 200, 256))
+    match = space.lookup([*tokens[:shared], *prompt(256 - shared, 9)], prefill_only=prefill_only)
+    assert (match.count, match.beyond) == (shared, beyond)
+    kept = [ref for step in match.steps for ref in decode(step.path.read_bytes()).blocks if ref.first < shared]
+    assert sum(ref.count for ref in kept) == match.count + match.beyond
+    assert space.read(match, Memory()).size == sum(ref.size for ref in kept)
+
+
 def test_what_was_read_is_counted(store, space):
     space.publish(TOKENS, spans(TOKENS, 0, 16, 20))
     restored = restore(space, TOKENS)

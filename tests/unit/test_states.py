@@ -86,6 +86,31 @@ def test_a_state_comes_back_as_it_was(namespace):
     assert StateTensor("none", "BF16", (0, 7)) in memory["tensors"]
 
 
+def test_what_a_state_takes_is_known_before_and_counted_after(store, namespace):
+    publish_to(namespace, 64)
+    assert namespace.state_size(namespace.lookup(TOKENS)) == 0
+    assert namespace.state_size(namespace.lookup([9])) == 0
+    published = namespace.publish_state(TOKENS[:64], state(5))
+    match = namespace.lookup(TOKENS, trimmable=False)
+    (block,) = decode(match.steps[-1].path.with_suffix(".state").read_bytes()).blocks
+    assert namespace.state_size(match) == block.size == published.blocks
+    before = store.counters.snapshot()["restored_bytes"]
+    read(namespace, match)
+    assert store.counters.snapshot()["restored_bytes"] == before + block.size
+    # An overlap that ends elsewhere has none.
+    assert namespace.state_size(replace(match, exact=False)) == 0
+
+
+def test_a_damaged_state_is_counted_once(store, namespace):
+    publish_to(namespace, 64)
+    namespace.publish_state(TOKENS[:64], state(5))
+    match = namespace.lookup(TOKENS, trimmable=False)
+    match.steps[-1].path.with_suffix(".state").write_bytes(b"no manifest")
+    assert namespace.state_size(match) == 0
+    assert read(namespace, match)[0] is None
+    assert store.counters.snapshot()["damaged"] == 1
+
+
 def test_resume_points_are_states(namespace):
     publish_to(namespace, 100)
     assert namespace.lookup(TOKENS).count == 100
