@@ -99,14 +99,20 @@ class Server:
 
 
 class Answer:
-    """What a test looks at in a response."""
+    """What a test looks at in a response.
+
+    ids and logprobs are of the tokens that were chosen. A server that was asked for top_logprobs lists likely tokens at
+    each place, in no order, and does not say which it chose: they are of the likeliest then, and likely has them all.
+    """
 
     def __init__(self, body: dict) -> None:
         self.body = body
         (self.choice,) = body["choices"]
         self.text = self.choice["message"]["content"]
-        self.ids = [token["id"] for token in self.choice["logprobs"]["content"]]
-        self.logprobs = [token["logprob"] for token in self.choice["logprobs"]["content"]]
+        places = self.choice["logprobs"]["content"]
+        self.likely = [{each["id"]: each["logprob"] for each in place.get("top_logprobs", [place])} for place in places]
+        self.ids = [max(place, key=place.__getitem__) for place in self.likely]
+        self.logprobs = [max(place.values()) for place in self.likely]
         self.prompt_tokens = body["usage"]["prompt_tokens"]
         self.cached_tokens = body["usage"].get("prompt_tokens_details", {}).get("cached_tokens")
 

@@ -10,18 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from client_support import Clients, near, openai, reused, seen
+from client_support import ask as ask_client
 from conftest import TEMPLATE, TINY_LLAMA, make_model
 from engine_support import Server, polls
+from pair_support import NO_MEMORY
 
-openai = pytest.importorskip("openai")
-
-MODEL = "default_model"
-NO_MEMORY = ("--prompt-cache-size", "0")
 PROMPT = [{"role": "user", "content": "Explain hash chains, and why a cache of prefixes needs them. " * 5}]
-VOLATILE = {"id", "created", "usage"}
-TOLERANCE = 2e-4
 
-# Random weights call nothing: tools are in the prompt, and so are calls and their results.
+# Random weights call nothing: tools are in the prompt, and so are calls and their results. See test_tool_calls.py.
 TOOLS = [
     {
         "type": "function",
@@ -88,17 +85,6 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-class Clients:
-    """One server with a directory and one without, and a client of each."""
-
-    def __init__(self, ours: Server, theirs: Server) -> None:
-        self.server = ours
-        self.ours, self.theirs = (
-            openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0, timeout=120)
-            for server in (ours, theirs)
-        )
-
-
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     folder = tmp_path_factory.mktemp("openai")
@@ -122,29 +108,11 @@ def both(tmp_path_factory):
 
 
 def ask(client: Any, **request: Any) -> Any:
-    return client.chat.completions.create(**{"model": MODEL, "messages": PROMPT, "max_tokens": 8, **request})
-
-
-def seen(completion: Any) -> dict[str, Any]:
-    """All that a program can see of an answer, but times, and what of it was reused."""
-    return {key: value for key, value in completion.model_dump().items() if key not in VOLATILE}
+    return ask_client(client, **{"messages": PROMPT, "max_tokens": 8, **request})
 
 
 def streamed(stream: Any) -> list[dict[str, Any]]:
     return [seen(chunk) for chunk in stream]
-
-
-def near(value: Any) -> Any:
-    """The same, with log-probabilities that differ by no more than kernels do for pieces of other lengths."""
-    if isinstance(value, dict):
-        return {key: near(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [near(each) for each in value]
-    return pytest.approx(value, abs=TOLERANCE) if isinstance(value, float) else value
-
-
-def reused(completion: Any) -> int:
-    return completion.usage.prompt_tokens_details.cached_tokens
 
 
 @pytest.mark.parametrize("request_name", REQUESTS)
@@ -193,7 +161,7 @@ def test_what_is_refused_is_refused_alike(both, request_name):
 
 
 def test_text_completions_are_the_same(both):
-    request = {"model": MODEL, "prompt": "a cache of keys and values is " * 12, "max_tokens": 12}
+    request = {"model": "default_model", "prompt": "a cache of keys and values is " * 12, "max_tokens": 12}
     expected = seen(both.theirs.completions.create(**request))
     assert [seen(both.ours.completions.create(**request)) for _ in range(2)] == [near(expected)] * 2
 

@@ -109,8 +109,7 @@ def is_tie(plain: Server, expected: Right, answer: Answer) -> bool:
         assert answer.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
         return False
     at = next(at for at, pair in enumerate(zip(ids, expected.ids, strict=False)) if pair[0] != pair[1])
-    places = ask(plain, expected.messages, top_logprobs=4).choice["logprobs"]["content"]
-    likely = {each["id"]: each["logprob"] for each in places[at]["top_logprobs"]}
+    likely = ask(plain, expected.messages, top_logprobs=4).likely[at]
     least = max(likely.values()) - TOLERANCE
     assert likely.get(ids[at], -1e9) > least, f"token {at} of {ids} is wrong: {expected.ids}, {likely}"
     assert likely.get(expected.ids[at], -1e9) > least
