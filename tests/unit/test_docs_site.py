@@ -1,7 +1,7 @@
 """Every page of docs/ is in the site's navigation, every link leads somewhere, every public name is in the reference.
 
 What mkdocs checks when the site is built is checked here without it, for the pages as GitHub shows them too; where
-mkdocs is installed (make docs), the site is built as well, and a warning fails it.
+mkdocs is installed (by make test and make docs), the site is built as well, and a warning fails it.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def test_every_public_name_is_in_the_reference():
     assert sorted(listed) == sorted(public)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed: make docs installs it")
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed: make test does")
 def test_the_site_is_built_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "LD_PRELOAD": ""}
