@@ -92,10 +92,9 @@ def _run(options: argparse.Namespace) -> int:
         return 1
     path = options.out or RESULTS / f"{options.command}.json"
     emit(outcome, path)
-    if hasattr(module, "panels") and (
-        line := bench_plot.draw(module.panels(outcome.document), path.with_suffix(".svg"))
-    ):
-        print(line)
+    for kind in (".svg", ".png"):
+        if line := bench_plot.draw(module.panels(outcome.document), path.with_suffix(kind)):
+            print(line)
     return 0
 
 

@@ -18,10 +18,11 @@ from typing import Any
 from bench_child import run_child
 from bench_kv import INFO, Payload, Shape, add_shape, shape_named, shape_of
 from bench_machine import BenchError, conditions, data_folder, need_disk, written_by_this_process
+from bench_plot import Line, Panel
 from bench_report import Outcome, table
 from kvstore import Store
 
-__all__ = ["HELP", "Turn", "child", "configure", "conversation", "run", "tables"]
+__all__ = ["HELP", "Turn", "child", "configure", "conversation", "panels", "run", "tables"]
 
 HELP = "bytes written for each byte of new KV over a conversation"
 
@@ -104,6 +105,23 @@ def tables(document: dict[str, Any]) -> list[Any]:
     return [made]
 
 
+def panels(document: dict[str, Any]) -> list[Panel]:
+    """The curve, of files that have it: older ones do not."""
+    turns = document.get("by_turn", [])
+    if not turns:
+        return []
+    size = document["shape"]["token_bytes"]
+    whole = [written / (tokens * size) for tokens, written in turns]
+    before = [(0, 0), *turns]
+    own = [
+        (written - earlier) / ((tokens - fewer) * size)
+        for (fewer, earlier), (tokens, written) in zip(before, turns, strict=False)
+    ]
+    numbers = range(1, len(turns) + 1)
+    lines = [Line("all turns so far", numbers, whole), Line("this turn alone", numbers, own)]
+    return [Panel("bytes written for each byte of new KV", "turn", "ratio", lines)]
+
+
 class FakeLive:
     """An engine's caches of count tokens. What they hold is never looked at, only how much."""
 
@@ -132,26 +150,36 @@ def child(job: Mapping[str, Any]) -> dict[str, Any]:
         writer = Writer(Housekeeping(store, 1 << 50))
         before = written_by_this_process()
         end = 0
+        by_turn = []
         for turn in conversation(job["turns"]):
             _request(store, writer, payload, turn, known=end)
             end = turn.end
+            by_turn.append((end, _written(store, before)))
         if not writer.close(600):
             raise BenchError("the disk was too slow to write the conversation in ten minutes")
         counted = store.counters.snapshot()
-        after = written_by_this_process()
+        written = _written(store, before)
         found = store.namespace(INFO).lookup(range(end)).count
         if found != end:
             raise AssertionError(f"only {found} of {end} tokens were saved")
-    tell = before is not None and after is not None
     files = [file.stat() for file in path.rglob("*")]
     return {
         "new_kv_bytes": shape.token_bytes * end,
-        "written_bytes": after - before if before is not None and after is not None else counted["written_bytes"],
-        "counted_by": "the system (wchar)" if tell else "the store",
+        "written_bytes": written,
+        "by_turn": by_turn,
+        "counted_by": "the store" if before is None else "the system (wchar)",
         "counted_by_store_bytes": counted["written_bytes"],
         "allocated_bytes": sum(status.st_blocks * 512 for status in files),
         "nodes": counted["published_nodes"],
     }
+
+
+def _written(store: Store, before: int | None) -> int:
+    """Bytes written so far: what the system counted since before, or else the store."""
+    after = written_by_this_process()
+    if before is None or after is None:
+        return store.counters.snapshot()["written_bytes"]
+    return after - before
 
 
 def _request(store: Store, writer: Any, payload: Payload, turn: Turn, known: int) -> None:

@@ -2,8 +2,10 @@
 
 Two processes in turns, each with the model newly loaded: one has no cache directory and computes every prompt; the
 other restores it from files, saved by a process before it, and computes one token more, as the next request of a
-conversation does. Nothing of a prompt is in any memory but the page cache. Beside each restore stands what it cannot
-go below: a plain read of the same files and one decode step.
+conversation does. Nothing of a prompt is in any memory but the page cache; with --cold not even there: page cache,
+dentries and inodes are dropped before each restore, which needs root and Linux. Then the same process is asked for the
+prompt once more (repeat). Beside each restore stands what it cannot go below: a plain read of as many bytes of the same
+files and one decode step.
 
 The adapter's own gate (--kv-cache-min-tokens auto) is not in the way: the length from which restoring pays is looked
 for, not used.
@@ -22,7 +24,7 @@ from typing import Any
 
 import make_smollm2
 from bench_child import run_child
-from bench_machine import BenchError, OtherWork, conditions, data_folder, need_disk
+from bench_machine import BenchError, OtherWork, conditions, data_folder, drop_all_caches, need_disk
 from bench_plot import Line, Panel
 from bench_report import Outcome, count_list, table
 from bench_servers import TINY_LLAMA
@@ -49,8 +51,12 @@ HELP = "time to the first token by prompt length, and the length from which rest
 MODELS = {"tiny": f"a llama of {TINY_LLAMA['num_hidden_layers']} layers", "smollm2": "SmolLM2-135M-Instruct"}
 _MODES = ("disabled", "restored")
 TOKEN_BYTES = {"tiny": 4 << 10, "smollm2": 46 << 10}
+_REPEAT = "repeat"
+_OTHER_TOKEN = 100
+"""Added to the last token of a repeat: the end that its first request left in the directory is no part of it."""
 _STEPS = 9
 """Decode steps whose median is the time of one."""
+_OVER_FLOOR = {"over_floor": "restored", "repeat_over_floor": _REPEAT}
 _VOCABULARY = 250
 _WARM_UP_TOKENS = 300
 
@@ -68,6 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--smollm2-longest", type=int, default=1024, help="longest prompt with SmolLM2 (default: 1024: it is slow)"
     )
+    parser.add_argument("--cold", action="store_true", help="drop the page cache before each restore (root, Linux)")
     parser.add_argument("--smollm2-rounds", type=int, default=3, help="the same with SmolLM2 (default: 3)")
 
 
@@ -76,7 +83,7 @@ def run(options: argparse.Namespace) -> Outcome:
     document: dict[str, Any] = {
         "command": "break-even",
         "conditions": conditions(options.dir.parent),
-        "page_cache": "warm",
+        "page_cache": "dropped before each restore (drop_caches)" if options.cold else "warm",
         "blas": str(find() or "MLX's own"),
         "models": {},
     }
@@ -88,12 +95,13 @@ def run(options: argparse.Namespace) -> Outcome:
             rounds = options.smollm2_rounds
         with data_folder(options.dir, keep=options.keep) as folder:
             need_disk(folder, 2 * TOKEN_BYTES[name] * sum(lengths))
-            document["models"][name] = _measured(name, folder, lengths, rounds)
+            document["models"][name] = _measured(name, folder, lengths, rounds, cold=options.cold)
     return Outcome(document, tables(document))
 
 
-def _measured(name: str, folder: Path, lengths: list[int], rounds: int) -> dict[str, Any]:
+def _measured(name: str, folder: Path, lengths: list[int], rounds: int, *, cold: bool) -> dict[str, Any]:
     job: dict[str, Any] = {"model": str(model_folder(name, folder)), "store": str(folder / "store"), "lengths": lengths}
+    job["cold"] = cold
     blas = blas_environment()
     run_child("bench_breakeven", {**job, "task": "save"}, blas)
     other = OtherWork()
@@ -105,6 +113,10 @@ def _measured(name: str, folder: Path, lengths: list[int], rounds: int) -> dict[
         mode: {str(length): [each["seconds"][str(length)] for each in results] for length in lengths}
         for mode, results in found.items()
     }
+    if not cold:
+        seconds[_REPEAT] = {
+            str(length): [each[_REPEAT][str(length)] for each in found["restored"]] for length in lengths
+        }
     floor = {
         str(length): [each["raw"][str(length)] + each["step"][str(length)] for each in found["restored"]]
         for length in lengths
@@ -122,8 +134,10 @@ def _measured(name: str, folder: Path, lengths: list[int], rounds: int) -> dict[
             for length in lengths
         },
         "floor_seconds": {length: Sample.of(values).document() for length, values in floor.items()},
-        "over_floor": {
-            length: paired(seconds["restored"][length], floor[length]).document() for length in map(str, lengths)
+        **{
+            key: {length: paired(seconds[mode][length], floor[length]).document() for length in map(str, lengths)}
+            for key, mode in _OVER_FLOOR.items()
+            if mode in seconds
         },
         "disagreed": sum(one["first_token"] != two["first_token"] for one, two in zip(*found.values(), strict=True)),
     }
@@ -206,13 +220,17 @@ def _first_token(session: Any, tokens: list[int]) -> tuple[float, int, Any]:
 def _timed(model: Any, session: Any, job: Mapping[str, Any]) -> dict[str, Any]:
     import mlx.core as mx  # noqa: PLC0415
 
-    result: dict[str, Any] = {"seconds": {}, "first_token": {}, "step": {}, "raw": {}, "bytes": {}}
+    names = ("seconds", "first_token", "step", "raw", "bytes", _REPEAT)
+    result: dict[str, Any] = {name: {} for name in names}
+    restored, cold = job["task"] == "restored", job["cold"]
     for length in rotated(list(map(str, job["lengths"])), job["turn"]):
         # Another token after the saved ones each time: the end of an earlier round is no part of this one.
         tokens = [*_prompt(int(length)), 1 + job["turn"]]
+        if restored and cold:
+            drop_all_caches()
         seconds, token, run = _first_token(session, tokens)
-        if job["task"] == "restored" and run.cached_tokens != int(length):
-            raise AssertionError(f"{run.cached_tokens} of {length} tokens were restored")
+        if restored:
+            _check(run, length)
         result["seconds"][length], result["first_token"][length] = seconds, token
         result["bytes"][length] = run.restored_bytes
         steps = []
@@ -222,16 +240,30 @@ def _timed(model: Any, session: Any, job: Mapping[str, Any]) -> dict[str, Any]:
             steps.append(time.perf_counter() - started)
         result["step"][length] = statistics.median(steps)
         session.flush()
-        if job["task"] == "restored":
-            result["raw"][length] = _raw(Path(job["store"]), run.restored_bytes)
+        if restored:
+            size = run.restored_bytes
+            del run
+            if not cold:
+                result[_REPEAT][length], _, run = _first_token(session, [*tokens[:-1], tokens[-1] + _OTHER_TOKEN])
+                _check(run, length)
+                del run
+                session.flush()
+            result["raw"][length] = _raw(Path(job["store"]), size, cold=cold)
     return result
 
 
-def _raw(store: Path, size: int) -> float:
+def _check(run: Any, length: str) -> None:
+    if run.cached_tokens != int(length):
+        raise AssertionError(f"{run.cached_tokens} of {length} tokens were restored")
+
+
+def _raw(store: Path, size: int, *, cold: bool) -> float:
     """Seconds to read so many bytes of blocks with plain preadv, once the memory for them has been touched."""
     memory = bytearray(size)
     seconds = 0.0
     for _ in range(2):
+        if cold:
+            drop_all_caches()
         at = 0
         seconds = 0.0
         for path in sorted((store / "objects" / "blocks").rglob("*"), key=lambda path: -path.stat().st_size):
@@ -258,7 +290,11 @@ def _table(document: dict[str, Any], name: str, found: dict[str, Any]) -> Any:
     for length in map(str, found["lengths"]):
         samples = [Sample.of(found["seconds"][mode][length]["values"]) for mode in _MODES]
         ratios = [Sample.of(found[key][length]["values"]).text(1, 3) for key in ("over_disabled", "over_floor")]
-        rows.append([length, *(sample.text(1e3, 1) for sample in samples), *ratios])
+        repeat = []
+        if again := found["seconds"].get(_REPEAT):
+            over_floor = Sample.of(found["repeat_over_floor"][length]["values"])
+            repeat = [Sample.of(again[length]["values"]).text(1e3, 1), over_floor.text(1, 3)]
+        rows.append([length, *(sample.text(1e3, 1) for sample in samples), *ratios, *repeat])
     over = [Sample.of(found["over_disabled"][str(length)]["values"]).median for length in found["lengths"]]
     even = break_even(found["lengths"], over)
     shortest = found["lengths"][0]
@@ -266,9 +302,13 @@ def _table(document: dict[str, Any], name: str, found: dict[str, Any]) -> Any:
     if even == shortest:
         pays = f"restoring pays at {shortest} tokens, the shortest, already"
     others = found["cores_used_by_others"]
+    columns = ["saved tokens", "disabled ms", "restored ms", "restored over disabled", "over raw read + one step"]
+    if _REPEAT in found["seconds"]:
+        columns += ["repeat ms", "repeat over raw read + one step"]
+    cold = "" if document["page_cache"] == "warm" else ", cold files"
     return table(
-        f"time to the first token by length, {MODELS[name]}: {pays}",
-        ["saved tokens", "disabled ms", "restored ms", "restored over disabled", "over raw read + one step"],
+        f"time to the first token by length, {MODELS[name]}{cold}: {pays}",
+        columns,
         rows,
         f"n = {found['seconds']['disabled'][str(shortest)]['n']} fresh processes each, median (min to max), page cache "
         f"{document['page_cache']}, BLAS: {Path(document['blas']).name}, "
@@ -279,6 +319,7 @@ def _table(document: dict[str, Any], name: str, found: dict[str, Any]) -> Any:
 def panels(document: dict[str, Any]) -> list[Panel]:
     """The curves."""
     made = []
+    cold = "" if document["page_cache"] == "warm" else ", cold files"
     for name, found in document["models"].items():
         lines = [
             Line.of(
@@ -287,7 +328,8 @@ def panels(document: dict[str, Any]) -> list[Panel]:
                 [Sample.of(found["seconds"][mode][str(length)]["values"]) for length in found["lengths"]],
                 1e3,
             )
-            for mode in _MODES
+            for mode in (*_MODES, _REPEAT)
+            if mode in found["seconds"]
         ]
-        made.append(Panel(MODELS[name], "tokens of the prompt", "ms to the first token", lines, True, True))
+        made.append(Panel(f"{MODELS[name]}{cold}", "tokens of the prompt", "ms to the first token", lines, True, True))
     return made

@@ -19,6 +19,7 @@ from bench_breakeven import MODELS, blas_environment, model_folder
 from bench_child import run_child
 from bench_kv import INFO, Payload, Shape, add_shape, prompt, shape_named, shape_of
 from bench_machine import BenchError, OtherWork, conditions, data_folder, need_disk, need_memory
+from bench_plot import Panel
 from bench_report import Outcome, table
 from bench_stats import Sample, paired, rotated
 from fast_blas import find
@@ -26,7 +27,7 @@ from kvstore import Durability, FileSystem, Store
 from kvstore.keys import pack_tokens
 from kvstore.layout import FANOUT
 
-__all__ = ["HELP", "child", "configure", "run", "tables"]
+__all__ = ["HELP", "child", "configure", "panels", "run", "tables"]
 
 HELP = "decode speed while a chunk is being published"
 
@@ -216,3 +217,16 @@ def tables(document: dict[str, Any]) -> list[Any]:
         f"n = {n}, in turns, median (min to max), durability barrier, BLAS: {Path(document['blas']).name}",
     )
     return [made]
+
+
+def panels(document: dict[str, Any]) -> list[Panel]:
+    """Bars of the ratio, a picture for each model."""
+    return [
+        Panel.of_bars(
+            MODELS[name],
+            "tokens a second, over alone",
+            {way: Sample.of(turns["over_alone"]["values"]) for way, turns in found["ways"].items()},
+            mark=1,
+        )
+        for name, found in document["models"].items()
+    ]

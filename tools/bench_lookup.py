@@ -14,13 +14,14 @@ from typing import Any
 
 from bench_child import run_child
 from bench_machine import OtherWork, conditions, data_folder, need_disk
+from bench_plot import Line, Panel
 from bench_report import Outcome, count_list, table
 from bench_stats import Sample, rotated
 from kvstore import DEFAULT_INTERVAL, NamespaceInfo, Store, pack_tokens
 from kvstore.keys import unpack_tokens
 from make_big_store import conversation_tokens, make
 
-__all__ = ["HELP", "child", "configure", "run", "tables"]
+__all__ = ["HELP", "child", "configure", "panels", "run", "tables"]
 
 HELP = "first lookup of a fresh process, 1 to 64 chunks deep"
 
@@ -80,6 +81,17 @@ def tables(document: dict[str, Any]) -> list[Any]:
         f"n = {n} processes each, median (min to max), page cache warm",
     )
     return [made]
+
+
+def panels(document: dict[str, Any]) -> list[Panel]:
+    """The curves."""
+    labels = {"lookup": "lookup", "pack": "tokens to bytes", "open": "opening the store"}
+    depths = sorted(map(int, document["results"]))
+    lines = [
+        Line.of(label, depths, [Sample.of(document["results"][str(depth)][part]["values"]) for depth in depths], 1e3)
+        for part, label in labels.items()
+    ]
+    return [Panel("first lookup of a fresh process", "chunks", "ms", lines, log_x=True)]
 
 
 def child(job: Mapping[str, Any]) -> dict[str, float]:

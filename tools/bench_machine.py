@@ -29,6 +29,7 @@ __all__ = [
     "PeakMemory",
     "conditions",
     "data_folder",
+    "drop_all_caches",
     "drop_page_cache",
     "need_disk",
     "need_memory",
@@ -178,6 +179,17 @@ def drop_page_cache(paths: list[Path]) -> None:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
+
+
+def drop_all_caches() -> None:
+    """Drop page cache, dentries and inodes. What is dirty is written first, because only clean pages go."""
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3", encoding="ascii")
+    except OSError as error:
+        raise BenchError(
+            f"the page cache cannot be dropped ({error.strerror}); be root, or leave out --cold"
+        ) from error
 
 
 def peak_memory() -> int:

@@ -1,4 +1,4 @@
-"""A benchmark's curves as an SVG beside its JSON file. matplotlib is optional: without it there is no picture.
+"""A benchmark's curves as an SVG or PNG beside its JSON file. matplotlib is optional: without it there is no picture.
 
 What is drawn is described by plain values (Panel, Line), which each benchmark makes of its JSON document; only draw
 knows matplotlib. The same document gives the same file.
@@ -7,7 +7,7 @@ knows matplotlib. The same document gives the same file.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ __all__ = ["Line", "Panel", "draw"]
 
 _WIDTH, _HEIGHT = 5.0, 3.2
 """Inches of a panel."""
+
+_IN_A_ROW = 2
+"""More of them side by side would be too small to read on a page."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture: curves, or with bars (their names) one bar for each value of its only line."""
+    """One picture: curves, or with bars (their names) one bar for each value of its only line.
+
+    mark: a value of x that bars are compared with, drawn as a line across them.
+    """
 
     title: str
     x: str
@@ -53,10 +59,29 @@ class Panel:
     log_x: bool = False
     log_y: bool = False
     bars: Sequence[str] = ()
+    mark: float | None = None
+
+    @classmethod
+    def of_bars(
+        cls,
+        title: str,
+        unit: str,
+        samples: Mapping[str, Sample],
+        scale: float = 1,
+        *,
+        log: bool = False,
+        mark: float | None = None,
+    ) -> Panel:
+        """One bar for each sample, by its name."""
+        line = Line.of(title, range(len(samples)), list(samples.values()), scale)
+        return cls(title, unit, "", [line], log_x=log, bars=list(samples), mark=mark)
 
 
 def draw(panels: Sequence[Panel], path: Path) -> str | None:
-    """Write the panels side by side, or say in a line why there is no picture; None when there is nothing to draw."""
+    """Write the panels as what the path ends in, two in a row at most; None when there is nothing to draw.
+
+    Returns a line for people: where the picture is, or why there is none.
+    """
     if not panels:
         return None
     try:
@@ -66,11 +91,17 @@ def draw(panels: Sequence[Panel], path: Path) -> str | None:
         return "no plot: matplotlib is not installed (pip install 'kvstore-llm[bench]')"
     # A fixed salt and no date: the same values make the same bytes. Text stays text.
     with mpl.rc_context({"svg.hashsalt": "kvstore", "svg.fonttype": "none", "font.size": 8.0}):
-        figure = Figure(figsize=(_WIDTH * len(panels), _HEIGHT), layout="constrained")
-        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        rows = -(-len(panels) // _IN_A_ROW)
+        columns = -(-len(panels) // rows)
+        figure = Figure(figsize=(_WIDTH * columns, _HEIGHT * rows), layout="constrained")
+        places = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for axes, panel in zip(places, panels, strict=False):
             _fill(axes, panel)
+        for axes in places[len(panels) :]:
+            axes.set_axis_off()
         staged = path.with_name(f"{path.name}.{os.getpid()}")
-        figure.savefig(staged, format="svg", metadata={"Date": None})
+        kind = path.suffix[1:]
+        figure.savefig(staged, format=kind, metadata={"Date": None} if kind == "svg" else None, dpi=150)
     staged.replace(path)
     return f"plot: {path}"
 
@@ -90,6 +121,10 @@ def _fill(axes: Any, panel: Panel) -> None:
     if panel.bars:
         axes.set_yticks(range(len(panel.bars)), panel.bars)
         axes.invert_yaxis()
+        if panel.mark is not None:
+            axes.axvline(panel.mark, color="#e45756", linewidth=1)
+        if panel.log_x:
+            axes.set_xscale("log")
         return
     if panel.log_x:
         axes.set_xscale("log", base=2)

@@ -19,12 +19,13 @@ import numpy as np
 from bench_child import run_child
 from bench_kv import INFO, Payload, Shape, add_shape, prompt, shape_of
 from bench_machine import OtherWork, PeakMemory, conditions, data_folder, need_disk, need_memory
+from bench_plot import Panel
 from bench_report import Outcome, table
 from bench_stats import Sample, interleaved, paired
 from kvstore import Durability, FileSystem, NamespaceInfo, Span, Store
 from kvstore.layout import FANOUT
 
-__all__ = ["HELP", "child", "configure", "publisher", "raw_writer", "run", "tables"]
+__all__ = ["HELP", "child", "configure", "panels", "publisher", "raw_writer", "run", "tables"]
 
 HELP = "publish of one chunk against os.write, and the memory it takes"
 
@@ -39,6 +40,13 @@ METHODS = {
     "update_pinned": "the same while MLX keeps the old ones, as a publish without a copy needs",
 }
 _PAIRS = (("store", "raw"), ("store_synced", "raw_synced"))
+_ENGINE = {
+    "copy": "copy into the pool",
+    "copy_new": "copy into new memory",
+    "update": "next update of the buffers",
+    "update_pinned": "the same, old ones kept",
+}
+"""What the engine's thread pays, in the few words that fit beside a bar."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -106,6 +114,18 @@ def tables(document: dict[str, Any]) -> list[Any]:
         f"other processes used {'?' if others is None else f'{others:.2f}'} cores",
     )
     return [made]
+
+
+def panels(document: dict[str, Any]) -> list[Panel]:
+    """Bars: the speed of what writes, and what the engine's thread waits for."""
+    seconds = {name: Sample.of(each["values"]) for name, each in document["seconds"].items()}
+    size = document["payload_bytes"] / 1e9
+    written = {METHODS[name]: Sample.of(size / value for value in seconds[name].values) for name in sum(_PAIRS, ())}
+    paid = {label: seconds[name] for name, label in _ENGINE.items()}
+    return [
+        Panel.of_bars(f"a chunk of {size * 1e3:.0f} MB written", "GB/s", written),
+        Panel.of_bars("on the engine's thread", "ms", paid, 1e3, log=True),
+    ]
 
 
 def child(job: Mapping[str, Any]) -> dict[str, Any]:

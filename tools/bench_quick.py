@@ -16,10 +16,11 @@ import bench_publish
 import bench_restore
 import bench_ttft
 from bench_machine import conditions
+from bench_plot import Panel
 from bench_report import Outcome, add_common, table
 from bench_stats import Sample
 
-__all__ = ["HELP", "configure", "run"]
+__all__ = ["HELP", "configure", "panels", "run"]
 
 HELP = "the core of the others in less than five minutes"
 
@@ -109,3 +110,13 @@ def _table(figures: dict[str, dict[str, Any]], seconds: float) -> Any:
     ]
     caption = f"taken in {seconds:.0f} s; the file says what each is the ratio of"
     return table("quick", ["figure", "median", "min", "max", "n"], rows, caption)
+
+
+def panels(document: dict[str, Any]) -> list[Panel]:
+    """The ratios as bars: for a speed more is better, for a time or bytes written less."""
+    ratios = {
+        name: Sample.of([each["median"], each["min"], each["max"]])
+        for name, each in document["figures"].items()
+        if not name.endswith("_bytes")
+    }
+    return [Panel.of_bars("the core of all benchmarks", "ratio", ratios, mark=1)]

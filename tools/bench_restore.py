@@ -14,13 +14,14 @@ from typing import Any
 from bench_child import run_child
 from bench_kv import Shape, add_shape, shape_of
 from bench_machine import BenchError, OtherWork, conditions, data_folder, need_disk, need_memory
+from bench_plot import Panel
 from bench_report import Outcome, count_list, table
 from bench_restore_methods import METHODS
 from bench_stats import Sample, paired, rotated
 from kvstore import DEFAULT_INTERVAL
 from kvstore.sizes import format_size
 
-__all__ = ["HELP", "KEEP_MEMORY", "configure", "run", "tables"]
+__all__ = ["HELP", "KEEP_MEMORY", "configure", "panels", "run", "tables"]
 
 HELP = "restore of saved KV against raw reads, mlx-lm's load_prompt_cache and mx.load"
 
@@ -153,7 +154,7 @@ def _table(result: dict[str, Any], document: dict[str, Any]) -> Any:
         extra = result["extra_peak_bytes"].get(name)
         rows.append(
             [
-                METHODS.get(name) or f"kvstore, {name[5:]} thread{'s' * (name[5:] != '1')}",
+                _label(name),
                 sample.text(1e3, 1),
                 f"{size / sample.median / 1e9:.2f}",
                 "" if over is None else Sample.of(over["values"]).text(),
@@ -162,12 +163,33 @@ def _table(result: dict[str, Any], document: dict[str, Any]) -> Any:
         )
     shape = document["shape"]
     others, new = result["cores_used_by_others"], result["touched_new_bytes"]
+    cold = "" if document["page_cache"] == "warm" else ", cold files"
     return table(
         f"restore, {result['tokens']} tokens of {shape['token_bytes'] / 1024:g} KiB, "
-        f"{result['regime']} memory, blocks of {document['block_tokens']} tokens",
+        f"{result['regime']} memory{cold}, blocks of {document['block_tokens']} tokens",
         ["method", "ms, median (min to max)", "GB/s", "kvstore over it", "extra peak MiB"],
         rows,
         f"n = {result['seconds']['store']['n']}, page cache {document['page_cache']}, "
         f"{'' if new is None else f'at most {format_size(new)} touched for the first time, '}"
         f"other processes used {'?' if others is None else f'{others:.2f}'} cores",
     )
+
+
+def panels(document: dict[str, Any]) -> list[Panel]:
+    """Bars of speed, a picture for each length and regime."""
+    cold = "" if document["page_cache"] == "warm" else ", cold files"
+    return [
+        Panel.of_bars(
+            f"{result['tokens']} tokens, {result['regime']} memory{cold}",
+            "GB/s",
+            {
+                _label(name): Sample.of(result["payload_bytes"] / value / 1e9 for value in measured["values"])
+                for name, measured in result["seconds"].items()
+            },
+        )
+        for result in document["results"]
+    ]
+
+
+def _label(name: str) -> str:
+    return METHODS.get(name) or f"kvstore, {name[5:]} thread{'s' * (name[5:] != '1')}"

@@ -22,13 +22,15 @@ from typing import Any
 
 import bench_scale_parts as parts
 from bench_child import run_child
-from bench_machine import BenchError, OtherWork, conditions, data_folder, need_disk
+from bench_machine import BenchError, OtherWork, conditions, data_folder, drop_all_caches, need_disk
+from bench_plot import Panel
 from bench_report import RESULTS, Outcome, table
-from bench_scale_figures import figures
+from bench_scale_figures import Figure, figures
+from bench_stats import Sample
 from kvstore import DEFAULT_INTERVAL
 from make_big_store import make
 
-__all__ = ["HELP", "PARTS", "child", "configure", "run"]
+__all__ = ["HELP", "PARTS", "child", "configure", "panels", "run"]
 
 HELP = "lookup, scan, marking, ls, fsck and gc with 1,000,000 nodes"
 
@@ -151,17 +153,6 @@ def _conversations(store: Path, depth: int) -> int:
     return nodes // depth
 
 
-def drop_all_caches() -> None:
-    """Drop page cache, dentries and inodes. What is dirty is written first, because only clean pages go."""
-    os.sync()
-    try:
-        Path("/proc/sys/vm/drop_caches").write_text("3", encoding="ascii")
-    except OSError as error:
-        raise BenchError(
-            f"the page cache cannot be dropped ({error.strerror}); be root, or leave out --cold"
-        ) from error
-
-
 def child(job: Mapping[str, Any]) -> dict[str, Any]:
     """One measurement, with what it read from the disk and the memory it took."""
     before = _read_bytes()
@@ -194,3 +185,26 @@ def _table(document: Mapping[str, Any]) -> Any:
     ]
     columns = ["", "nodes", "page cache", "n", "median (min to max)", "target", ""]
     return table("a directory of many nodes", columns, rows)
+
+
+def panels(document: Mapping[str, Any]) -> list[Panel]:
+    """Bars of the largest directory's figures, but for a dropped page cache, and how all stand to their targets."""
+    found = figures(document)
+    largest = max((each.nodes for each in found), default=0)
+    chosen = [each for each in found if not each.cache.startswith("dropped") and each.nodes > 0.9 * largest]
+    made = []
+    for title, unit in (("what a request waits for", "ms"), ("what walks over all files", "s")):
+        # The first of those that were measured more than once: the others are as the directory was found.
+        samples = {each.what: each.sample for each in reversed(chosen) if each.unit == unit}
+        if samples:
+            samples = dict(reversed(samples.items()))
+            made.append(Panel.of_bars(title, f"{unit}, {largest:,} nodes", samples, log=unit == "ms"))
+    targets = {f"{each.what}, {each.nodes:,}": _of_target(each) for each in found if each.verdict()}
+    return [*made, Panel.of_bars("of its target; up to 1 it is met", "", targets, mark=1)] if targets else made
+
+
+def _of_target(figure: Figure) -> Sample:
+    if figure.at_most is not None:
+        return Sample.of(value / figure.at_most for value in figure.sample.values)
+    assert figure.at_least is not None
+    return Sample.of(figure.at_least / value for value in figure.sample.values)

@@ -13,12 +13,13 @@ from typing import Any
 
 import make_smollm2
 from bench_machine import BenchError, OtherWork, conditions, data_folder
+from bench_plot import Panel
 from bench_report import Outcome, table
 from bench_stats import Sample, interleaved, paired
 from demo import MODEL
 from kvstore import Store
 
-__all__ = ["HELP", "configure", "run", "tables"]
+__all__ = ["HELP", "configure", "panels", "run", "tables"]
 
 HELP = "a request seen before, with and without its tokenization kept"
 
@@ -98,3 +99,9 @@ def tables(document: dict[str, Any]) -> list[Any]:
         "without a directory does",
     )
     return [made]
+
+
+def panels(document: dict[str, Any]) -> list[Panel]:
+    """Two bars."""
+    samples = {name: Sample.of(each["values"]) for name, each in document["results"].items()}
+    return [Panel.of_bars(f"{document['tokens']} tokens of messages", "ms", samples, 1e3)]

@@ -2,7 +2,8 @@
 
 Two `kvstore serve` processes with the same tiny model stay up, one with a cache directory; each new prompt goes to both
 of them, in turns to one or the other first. Then the one with the directory is started anew and asked for the same
-prompts: its memory is empty, so what it does not compute comes from files.
+prompts: its memory is empty, so what it does not compute comes from files. Before that both are asked for the last
+prompts once more: what memory alone saves.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from typing import Any
 
 from bench_breakeven import MODELS, TOKEN_BYTES, model_folder
 from bench_machine import BenchError, OtherWork, conditions, data_folder, need_disk
+from bench_plot import Line, Panel
 from bench_report import Outcome, table
 from bench_servers import TINY_LLAMA, Answer, Server
 from bench_stats import Sample, paired, rotated
 from fast_blas import find
 
-__all__ = ["HELP", "configure", "run", "tables"]
+__all__ = ["HELP", "configure", "panels", "run", "tables"]
 
 HELP = "time to the first token: first write over disabled, and after a restart"
 
@@ -34,8 +36,12 @@ _LABELS = {
     "disabled": "disabled (mlx_lm.server)",
     "first_write": "first write",
     "control": "disabled, a second server",
+    "repeat_disabled": "the same prompt again, disabled",
+    "repeat": "the same prompt again",
     "restart": "after a restart",
 }
+_IN_MEMORY = 5
+"""Prompts sent once more, at most: both servers keep the last ten in memory."""
 _PAUSE_S = 0.3
 """Between two requests, so that none is charged for what the one before it still has to write."""
 
@@ -66,10 +72,11 @@ def run(options: argparse.Namespace) -> Outcome:
         need_disk(folder, (options.pairs + _WARM_UP) * options.prompt_tokens * TOKEN_BYTES[options.model])
         other = OtherWork()
         pairs = _Pairs(folder, model_folder(options.model, folder), options.prompt_tokens)
-        first = pairs.measure(options.pairs, control=options.control)
+        first, again = pairs.measure(options.pairs, control=options.control)
         restart = pairs.restart(min(options.restarts, options.pairs))
     document["cores_used_by_others"] = other.cores()
     seconds = {name: [answer.first_token for answer in answers] for name, answers in first.items()}
+    repeated = {name: [answer.first_token for answer in answers] for name, answers in again.items()}
     seconds["restart"] = [answer.first_token for answer in restart]
     document["seconds"] = {name: Sample.of(values).document() for name, values in seconds.items()}
     document["over_disabled"] = {
@@ -77,6 +84,9 @@ def run(options: argparse.Namespace) -> Outcome:
         for name, values in seconds.items()
         if name != "disabled"
     }
+    for name, values in repeated.items():
+        document["seconds"][name] = Sample.of(values).document()
+        document["over_disabled"][name] = paired(values, seconds["disabled"][-len(values) :]).document()
     document["cached_tokens_after_restart"] = [answer.cached_tokens for answer in restart]
     return Outcome(document, tables(document))
 
@@ -100,8 +110,8 @@ class _Pairs:
         """Letters whose first one no prompt before had: not even one token of it is in any memory."""
         return next(self._beginnings) + "".join(self._rng.choices(string.ascii_letters, k=self._tokens - 1))
 
-    def measure(self, pairs: int, *, control: bool) -> dict[str, list[Answer]]:
-        """Answers of each server, prompt by prompt."""
+    def measure(self, pairs: int, *, control: bool) -> tuple[dict[str, list[Answer]], dict[str, list[Answer]]]:
+        """Answers of each server, prompt by prompt; then of two of them to the last prompts once more."""
         found: dict[str, list[Answer]] = {name: [] for name in ("disabled", "first_write", "control")[: 2 + control]}
         with ExitStack() as stack:
             servers = {name: stack.enter_context(self._server(name)) for name in found}
@@ -114,7 +124,13 @@ class _Pairs:
                     self._prompts.append(prompt)
                     for name, answers in found.items():
                         answers.append(asked[name])
-        return found
+            again: dict[str, list[Answer]] = {"repeat_disabled": [], "repeat": []}
+            for prompt in self._prompts[-_IN_MEMORY:]:
+                for name, server in zip(again, ("disabled", "first_write"), strict=True):
+                    again[name].append(_ask(servers[server], prompt))
+            if not all(answer.cached_tokens for answers in again.values() for answer in answers):
+                raise BenchError("a prompt that was just answered was in no memory any more")
+        return found, again
 
     def restart(self, prompts: int) -> list[Answer]:
         """Answers of a new server process to the first prompts, after one to a prompt of no interest."""
@@ -153,3 +169,18 @@ def tables(document: dict[str, Any]) -> list[Any]:
         f"other processes used {'?' if others is None else f'{others:.2f}'} cores",
     )
     return [made]
+
+
+def panels(document: dict[str, Any]) -> list[Panel]:
+    """Bars of what a client waits, and the pairs one by one."""
+    seconds = {name: Sample.of(each["values"]) for name, each in document["seconds"].items()}
+    bars = {_LABELS[name]: sample for name, sample in seconds.items()}
+    pairs = [
+        Line(_LABELS[name], range(1, seconds[name].n + 1), [value * 1e3 for value in seconds[name].values])
+        for name in ("disabled", "first_write", "control")
+        if name in seconds
+    ]
+    return [
+        Panel.of_bars("time to the first token", "ms", bars, 1e3),
+        Panel("new prompts, one by one", "prompt", "ms", pairs),
+    ]

@@ -129,7 +129,7 @@ def _section(name: str, document: Mapping[str, Any]) -> Iterator[str]:
         yield ""
         yield f"{made.caption}."
         yield ""
-    if hasattr(module, "panels") and module.panels(document):
+    if module.panels(document):
         yield f"![{document['command']}](bench/{name}.svg)"
         yield ""
 
@@ -144,6 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="NAME",
         help="a subcommand whose build/bench/NAME.json is taken, or a file",
     )
+    parser.add_argument("--draw", action="store_true", help="draw every plot anew (what is taken is drawn anyway)")
     parser.add_argument("--raw", type=Path, default=RAW, help="raw values (default: docs/bench)")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md")
     options = parser.parse_args(arguments)
@@ -156,11 +157,17 @@ def main(arguments: list[str] | None = None) -> int:
         options.raw.mkdir(parents=True, exist_ok=True)
         # Not one value a line, as bench writes them.
         (options.raw / path.name).write_text(json.dumps(document) + "\n", encoding="utf-8")
-        module = SUBCOMMANDS[document["command"]]
-        if hasattr(module, "panels"):
-            print(bench_plot.draw(module.panels(document), options.raw / f"{path.stem}.svg"))
+        _draw(document, options.raw / f"{path.stem}.svg")
+    if options.draw:
+        for name, document in load(options.raw).items():
+            _draw(document, options.raw / f"{name}.svg")
     options.page.write_text(page(load(options.raw)), encoding="utf-8")
     return 0
+
+
+def _draw(document: Mapping[str, Any], path: Path) -> None:
+    if line := bench_plot.draw(SUBCOMMANDS[document["command"]].panels(document), path):
+        print(line)
 
 
 if __name__ == "__main__":

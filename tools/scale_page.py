@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import bench_plot
 from bench_machine import ROOT
 from bench_report import RESULTS
+from bench_scale import panels
 from bench_scale_figures import figures
 from kvstore.sizes import format_size
 from page import markers, put
@@ -43,6 +45,7 @@ def block(document: Mapping[str, Any]) -> str:
     machine = f"{where['machine']}, {where['cores']} cores, {memory} of memory, {where['file_system']}"
     shape = f"{document['interval']:,} tokens a chunk, conversations of {document['depth']} chunks"
     rows += ["", f"{machine}, {where['system']}, Python {where['python']}; {shape}."]
+    rows += ["", "![scale](bench/scale.svg)"]
     return "\n".join(rows) + "\n"
 
 
@@ -61,6 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     options.raw.parent.mkdir(parents=True, exist_ok=True)
     options.raw.write_text(raw, encoding="utf-8")
+    if line := bench_plot.draw(panels(json.loads(raw)), options.raw.with_suffix(".svg")):
+        print(line)
     return 0
 
 

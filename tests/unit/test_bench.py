@@ -138,13 +138,14 @@ def test_the_headline_has_every_figure_that_was_promised():
 
 
 def run(tmp_path, *arguments):
-    """A subcommand on a toy: its JSON file, and nothing left of its data."""
+    """A subcommand on a toy: its JSON file, something to plot, and nothing left of its data."""
     out = tmp_path / "out.json"
     assert bench.main([*arguments, "--dir", str(tmp_path / "data"), "--out", str(out)]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json"]
+    assert {path.stem for path in tmp_path.iterdir()} == {"out"}
     document = json.loads(out.read_text())
     assert document["command"] == arguments[0]
     assert {"date", "machine", "cores", "versions", "system"} <= set(document["conditions"])
+    assert bench.SUBCOMMANDS[arguments[0]].panels(document)
     return document
 
 

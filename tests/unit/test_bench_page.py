@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -27,12 +26,11 @@ def test_the_page_is_what_the_tool_makes_of_the_files_beside_it(tmp_path):
 
 def test_every_file_is_on_the_page_and_every_picture_is_there():
     text = PAGE.read_text(encoding="utf-8")
+    scale = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
     for path in benchmarks_page.RAW.glob("*.json"):
         assert path.stem == "scale" or f"](bench/{path.name})" in text
-    pictures = re.findall(r"!\[[^]]*\]\((bench/[^)]+)\)", text)
-    assert pictures
-    for picture in pictures:
-        assert (ROOT / "docs" / picture).is_file()
+        assert f"](bench/{path.stem}.svg)" in (scale if path.stem == "scale" else text)
+        assert path.with_suffix(".svg").is_file()
 
 
 def test_the_benchmarks_of_the_issue_are_there():
@@ -117,6 +115,19 @@ def test_a_plot_is_the_same_bytes_each_time_and_never_a_failure(tmp_path, monkey
     assert not (tmp_path / "three.svg").exists()
 
 
-def test_every_subcommand_on_the_page_makes_its_tables_of_its_file():
-    for module in (module for name, module in SUBCOMMANDS.items() if name not in {"quick", "scale"}):
-        assert callable(module.tables)
+def test_every_file_makes_tables_and_a_plot():
+    for name, document in benchmarks_page.load(benchmarks_page.RAW).items():
+        module = SUBCOMMANDS[document["command"]]
+        panels = module.panels(document)
+        assert panels, name
+        assert all(panel.lines and all(len(line.y) for line in panel.lines) for panel in panels), name
+        assert name == "scale" or module.tables(document)
+    assert all(callable(module.panels) for module in SUBCOMMANDS.values())
+
+
+def test_a_plot_is_written_as_svg_and_as_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    bars = [Panel.of_bars("bars", "ms", {"one": Sample.of([1]), "two": Sample.of([2, 3])}, mark=1)] * 3
+    for kind, start in ((".svg", b"<?xml"), (".png", b"\x89PNG")):
+        draw(bars, tmp_path / f"it{kind}")
+        assert (tmp_path / f"it{kind}").read_bytes().startswith(start)

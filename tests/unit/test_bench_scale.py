@@ -10,6 +10,7 @@ import pytest
 from gc_support import manifests
 
 import bench
+import bench_machine
 import bench_scale
 import bench_scale_figures
 import scale_page
@@ -82,7 +83,7 @@ def test_without_the_right_to_drop_the_page_cache_nothing_is_measured(monkeypatc
     monkeypatch.setattr(Path, "write_text", refuse)
     monkeypatch.setattr("os.sync", lambda: None)
     with pytest.raises(BenchError, match="be root"):
-        bench_scale.drop_all_caches()
+        bench_machine.drop_all_caches()
 
 
 def figure(**changes):
