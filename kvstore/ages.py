@@ -6,7 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from kvstore.context import Context
-from kvstore.marking import mark
+from kvstore.marking import mark_folders
 from kvstore.scan import Tally, nodes
 
 __all__ = ["LIMITS_S", "Age", "ages"]
@@ -32,12 +32,13 @@ def ages(context: Context) -> list[Age]:
     now = context.clock()
     count, size = [0] * (len(LIMITS_S) + 1), [0] * (len(LIMITS_S) + 1)
     youngest: dict[bytes, tuple[int, int]] = {}
-    for node in mark(context, list(nodes(context.layout, Tally()))).nodes:
-        row = bisect_left(LIMITS_S, (now - node.file.mtime_ns) / 1e9)
-        count[row] += node.file.kind == "kv"
-        for digest, block_size in node.blocks:
-            if digest not in youngest or row < youngest[digest][0]:
-                youngest[digest] = row, block_size
+    for marks in mark_folders(context, nodes(context.layout, Tally())):
+        for node in marks.nodes:
+            row = bisect_left(LIMITS_S, (now - node.file.mtime_ns) / 1e9)
+            count[row] += node.file.kind == "kv"
+            for digest, block_size in node.blocks:
+                if digest not in youngest or row < youngest[digest][0]:
+                    youngest[digest] = row, block_size
     for row, block_size in youngest.values():
         size[row] += block_size
     return [Age(limit, count[row], size[row]) for row, limit in enumerate((*LIMITS_S, None))]

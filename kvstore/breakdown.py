@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvstore.context import Context
-from kvstore.marking import Marks, mark
+from kvstore.marking import mark_folders
 from kvstore.namespace import read_label
 from kvstore.scan import Scan, scan
 
@@ -70,8 +70,7 @@ class Breakdown:
 def breakdown(context: Context) -> Breakdown:
     """Add everything up. Raises OSError when part of the directory cannot be seen."""
     found = scan(context)
-    marks = mark(context, found.nodes)
-    owners = _owners(found, marks)
+    owners, damaged = _owners(context, found)
     kv, states, manifests, nodes = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
     for file in found.nodes:
         manifests[file.namespace] += file.allocated
@@ -108,18 +107,23 @@ def breakdown(context: Context) -> Breakdown:
         quarantine,
         found.tally.allocated - known,
         found.tally.allocated,
-        len(marks.unreadable),
+        damaged,
         found.tally.foreign,
     )
 
 
-def _owners(found: Scan, marks: Marks) -> dict[bytes, tuple[str | None, bool]]:
-    """For each block that is named, its namespace (None: several) and whether it holds a boundary state."""
+def _owners(context: Context, found: Scan) -> tuple[dict[bytes, tuple[str | None, bool]], int]:
+    """For each block that is named, its namespace (None: several) and whether it holds a boundary state; and how many
+    manifests cannot be read.
+    """
     owners: dict[bytes, tuple[str | None, bool]] = {}
-    for node in marks.nodes:
-        own = (node.file.namespace, node.file.kind == "state")
-        for digest, _ in node.blocks:
-            if digest in found.blocks:
-                namespace, is_state = owners.get(digest, own)
-                owners[digest] = (namespace if namespace == own[0] else None, is_state and own[1])
-    return owners
+    damaged = 0
+    for marks in mark_folders(context, found.nodes):
+        damaged += len(marks.unreadable)
+        for node in marks.nodes:
+            own = (node.file.namespace, node.file.kind == "state")
+            for digest, _ in node.blocks:
+                if digest in found.blocks:
+                    namespace, is_state = owners.get(digest, own)
+                    owners[digest] = (namespace if namespace == own[0] else None, is_state and own[1])
+    return owners, damaged

@@ -1,120 +1,185 @@
 """The readable nodes of some namespaces as trees: what each path adds up to, and what no other path shares.
 
-For `ls`. Made once from marks, in memory, and thrown away; nothing here looks at the directory.
+For `ls`. Made once from marks, in memory, and thrown away; nothing here looks at the directory. A node is a number, and
+what is known of it a place in some arrays: a directory may have a million, and `ls` shows a few of them.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
+from kvstore.layout import NAME_KEY_BYTES
 from kvstore.marking import Marked, Marks
 
-__all__ = ["Forest", "Sums", "name_of"]
+__all__ = ["Forest", "Leaf"]
+
+_NONE = -1
+_KV, _STATE = 1, 2
+_NUMBER_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """What the path down to a node adds up to."""
+class Leaf(NamedTuple):
+    """A node without children, with what the path down to it adds up to. See kvstore.listing.Conversation."""
 
+    namespace: str
+    key: str
+    tokens: int
     nodes: int
     size: int
+    own: int
+    used_ns: int
+    resumable: bool
     complete: bool
 
 
 class Forest:
-    """The readable nodes of some namespaces by name (namespace and key), KV and state together."""
+    """The readable nodes of some namespaces, KV and state together.
 
-    def __init__(self, marks: Marks) -> None:
-        self._marks = marks
-        # What a longer sibling contains is part of that one, not a conversation of its own.
-        inside = {name_of(marks.nodes[tail]) for tail in marks.containers}
-        self._files: dict[str, list[Marked]] = {}
-        for node in marks.nodes:
-            if not node.unreadable and name_of(node) not in inside:
-                self._files.setdefault(name_of(node), []).append(node)
-        self._order = sorted(self._files, key=lambda name: self._files[name][0].first)
-        self._children = Counter(_above(files[0]) for files in self._files.values())
-        self._users = Counter(digest for files in self._files.values() for digest in _blocks(files))
+    parts: marks of whole folders of manifests, so that all children of a parent are in one part. What is in no array
+    may be larger in a forged manifest than an array can hold.
+    """
 
-    def conversations(self) -> list[tuple[Marked, Sums, int, int, bool]]:
-        """The leaves, with the sums of their paths, own bytes, last use, and whether they have a state."""
-        sums, own = self._sums(), self._own()
-        found = []
-        for name, files in self._files.items():
-            if not self._children[name]:
-                used = max(node.file.mtime_ns for node in files)
-                resumable = any(node.file.kind == "state" for node in files)
-                found.append((files[0], sums[name], own[name], used, resumable))
-        return found
+    def __init__(self, parts: Iterable[Marks]) -> None:
+        self._namespaces: dict[str, int] = {}
+        self._number: dict[bytes, int] = {}
+        self._names: list[bytes] = []
+        self._used: list[int] = []
+        self._first, self._tokens, self._kinds = array("Q"), array("I"), bytearray()
+        # The blocks that a node names are those from its place in _starts to the next one's.
+        self._starts, self._named = array("Q", [0]), array("Q")
+        self._block: dict[bytes, int] = {}
+        self._sizes, self._user = array("Q"), array("q")
+        parents: list[bytes] = []
+        for marks in parts:
+            # What a longer sibling contains is part of that one, not a conversation of its own.
+            inside = {self._name(marks.nodes[tail]) for tail in marks.containers}
+            found: dict[bytes, list[Marked]] = {}
+            for node in marks.nodes:
+                if not node.unreadable and (name := self._name(node)) not in inside:
+                    found.setdefault(name, []).append(node)
+            for name, files in found.items():
+                self._add(name, files)
+                parents.append(name[:_NUMBER_BYTES] + bytes.fromhex(files[0].file.parent))
+        self._above = array("q", (self._number.get(name, _NONE) for name in parents))
+        self._children = array("I", bytes(4 * len(parents)))
+        for above in self._above:
+            if above != _NONE:
+                self._children[above] += 1
 
-    def files(self, name: str) -> list[Marked]:
-        """The manifests of a node, by namespace and key."""
-        return self._files[name]
+    def _name(self, node: Marked) -> bytes:
+        """What a node is called here: the number of its namespace, and its key."""
+        number = self._namespaces.setdefault(node.file.namespace, len(self._namespaces))
+        return number.to_bytes(_NUMBER_BYTES) + bytes.fromhex(node.file.key)
 
-    def size(self, names: Iterable[str]) -> int:
+    def _add(self, name: bytes, files: Sequence[Marked]) -> None:
+        number = self._number[name] = len(self._names)
+        self._names.append(name)
+        self._used.append(max(node.file.mtime_ns for node in files))
+        self._first.append(files[0].first)
+        self._tokens.append(files[0].file.tokens)
+        self._kinds.append(sum(_KV if node.file.kind == "kv" else _STATE for node in files))
+        for digest, size in {digest: size for node in files for digest, size in node.blocks}.items():
+            block = self._block.setdefault(digest, len(self._sizes))
+            if block == len(self._sizes):
+                self._sizes.append(size)
+                self._user.append(number)
+            else:
+                self._user[block] = _NONE  # several
+            self._named.append(block)
+        self._starts.append(len(self._named))
+
+    def conversations(self) -> Iterator[Leaf]:
+        """The leaves."""
+        # Parents before children, by the position of their first token, which a forged circle of names cannot fool.
+        order = sorted(range(len(self._names)), key=self._first.__getitem__)
+        own = self._own(order)
+        nodes, sizes, whole = array("Q", bytes(8 * len(order))), [0] * len(order), bytearray(len(order))
+        for number in order:
+            above = self._above[number]
+            nodes[number] = 1
+            sizes[number] = sum(self._sizes[block] for block in self._blocks(number))
+            has_kv = bool(self._kinds[number] & _KV)
+            if above != _NONE and nodes[above]:
+                nodes[number] += nodes[above]
+                sizes[number] += sizes[above]
+                whole[number] = has_kv and whole[above] and self.end(above) == self._first[number]
+            else:
+                whole[number] = has_kv and not self._first[number]
+        namespaces = list(self._namespaces)
+        for number, children in enumerate(self._children):
+            if not children:
+                name = self._names[number]
+                yield Leaf(
+                    namespaces[int.from_bytes(name[:_NUMBER_BYTES])],
+                    self.key(number),
+                    self.end(number),
+                    nodes[number],
+                    sizes[number],
+                    own[number],
+                    self._used[number],
+                    self.has_state(number),
+                    bool(whole[number]),
+                )
+
+    def _own(self, order: Sequence[int]) -> Counter[int]:
+        """Bytes of the blocks on a leaf's path that only nodes of this conversation name."""
+        own: Counter[int] = Counter()
+        leaves = array("q", [_NONE]) * len(order)
+        for number in reversed(order):
+            if not self._children[number]:
+                leaves[number] = number
+            if (leaf := leaves[number]) == _NONE:
+                continue
+            own[leaf] += sum(self._sizes[block] for block in self._blocks(number) if self._user[block] == number)
+            above = self._above[number]
+            if above != _NONE and self._children[above] == 1:
+                leaves[above] = leaf
+        return own
+
+    def _blocks(self, number: int) -> array[int]:
+        return self._named[self._starts[number] : self._starts[number + 1]]
+
+    def find(self, namespace: str, key: str) -> int:
+        """A node by its names. Raises KeyError."""
+        return self._number[self._namespaces[namespace].to_bytes(_NUMBER_BYTES) + bytes.fromhex(key)]
+
+    def key(self, number: int) -> str:
+        """A node's key as names carry it."""
+        return self._names[number][-NAME_KEY_BYTES:].hex()
+
+    def first(self, number: int) -> int:
+        """Index of a node's first token."""
+        return self._first[number]
+
+    def end(self, number: int) -> int:
+        """Index of the first token after a node."""
+        return self._first[number] + self._tokens[number]
+
+    def used_ns(self, number: int) -> int:
+        """When a node was last used."""
+        return self._used[number]
+
+    def has_state(self, number: int) -> bool:
+        """Whether a node has a boundary state."""
+        return bool(self._kinds[number] & _STATE)
+
+    def size(self, numbers: Iterable[int]) -> int:
         """Bytes of the blocks that some nodes name, each once."""
-        return sum({digest: size for name in names for digest, size in _blocks(self._files[name]).items()}.values())
+        return sum(self._sizes[block] for block in {block for number in numbers for block in self._blocks(number)})
 
-    def of_namespace(self, namespace: str) -> list[str]:
+    def of_namespace(self, namespace: str) -> Iterator[int]:
         """The nodes of one namespace."""
-        return [name for name in self._files if name.startswith(namespace)]
+        start = self._namespaces[namespace].to_bytes(_NUMBER_BYTES)
+        return (number for number, name in enumerate(self._names) if name.startswith(start))
 
-    def path(self, name: str) -> list[str]:
+    def path(self, number: int) -> list[int]:
         """The nodes from the first that is there down to this one. Ends at a node that does not begin before its child:
         a forged circle of names does.
         """
-        path = [name]
-        while (above := _above(self._files[path[-1]][0])) in self._files:
-            if self._files[above][0].first >= self._files[path[-1]][0].first:
-                break
+        path = [number]
+        while (above := self._above[path[-1]]) != _NONE and self._first[above] < self._first[path[-1]]:
             path.append(above)
         return path[::-1]
-
-    def _sums(self) -> dict[str, Sums]:
-        """Parents before children, by the position of their first token, which a forged cycle of names cannot fool."""
-        sums: dict[str, Sums] = {}
-        for name in self._order:
-            files = self._files[name]
-            above = sums.get(_above(files[0]))
-            size = sum(_blocks(files).values())
-            whole = any(node.file.kind == "kv" for node in files)
-            if above is not None:
-                whole = whole and above.complete and self._follows(files)
-                sums[name] = Sums(above.nodes + 1, above.size + size, whole)
-            else:
-                sums[name] = Sums(1, size, whole and files[0].first == 0)
-        return sums
-
-    def _follows(self, files: list[Marked]) -> bool:
-        """Whether a node begins where its parent ends."""
-        parent = self._files[_above(files[0])][0]
-        return parent.first + parent.file.tokens == files[0].first
-
-    def _own(self) -> Counter[str]:
-        """Bytes of the blocks on a leaf's path that only nodes of this conversation name."""
-        own: Counter[str] = Counter()
-        leaf_of: dict[str, str] = {}
-        for name in reversed(self._order):
-            files = self._files[name]
-            leaf = leaf_of.get(name) if self._children[name] == 1 else name if not self._children[name] else None
-            if leaf is None:
-                continue
-            own[leaf] += sum(size for digest, size in _blocks(files).items() if self._users[digest] == 1)
-            leaf_of[_above(files[0])] = leaf
-        return own
-
-
-def _blocks(files: list[Marked]) -> dict[bytes, int]:
-    """Digest and size of every block that a node's manifests name."""
-    return {digest: size for node in files for digest, size in node.blocks}
-
-
-def name_of(node: Marked) -> str:
-    """What a node is called here: its namespace and its key."""
-    return node.file.namespace + node.file.key
-
-
-def _above(node: Marked) -> str:
-    return node.file.namespace + node.file.parent

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import pairwise
 
 from kvstore.context import Context
 from kvstore.forest import Forest
-from kvstore.marking import mark
+from kvstore.marking import Marks, mark_folders
 from kvstore.namespace import read_label
 from kvstore.scan import Tally, nodes
 
@@ -94,33 +95,19 @@ def listing(context: Context, namespaces: Iterable[str] | None = None) -> Listin
     """List conversations, of all namespaces or of these. Raises OSError when part of the directory cannot be seen."""
     wanted = None if namespaces is None else set(namespaces)
     tally = Tally()
-    files = [file for file in nodes(context.layout, tally) if wanted is None or file.namespace in wanted]
-    marks = mark(context, files)
-    forest = Forest(marks)
-    found = forest.conversations()
-    labels = {
-        name: read_label(context.fs, context.layout, name) for name in {node.file.namespace for node, *_ in found}
-    }
-    return Listing(
-        [
-            Conversation(
-                node.file.namespace,
-                labels[node.file.namespace],
-                node.file.key,
-                node.first + node.file.tokens,
-                sums.nodes,
-                sums.size,
-                own,
-                used,
-                resumable,
-                sums.complete,
-            )
-            for node, sums, own, used, resumable in found
-        ],
-        len(marks.unreadable),
-        tally.foreign,
-        forest,
-    )
+    damaged = 0
+
+    def parts() -> Iterator[Marks]:
+        nonlocal damaged
+        files = (file for file in nodes(context.layout, tally) if wanted is None or file.namespace in wanted)
+        for marks in mark_folders(context, files):
+            damaged += len(marks.unreadable)
+            yield marks
+
+    forest = Forest(parts())
+    label = cache(partial(read_label, context.fs, context.layout))
+    found = [Conversation(label=label(leaf.namespace), **leaf._asdict()) for leaf in forest.conversations()]
+    return Listing(found, damaged, tally.foreign, forest)
 
 
 def branches(found: Listing, chosen: Sequence[Conversation]) -> list[Branch]:
@@ -129,10 +116,10 @@ def branches(found: Listing, chosen: Sequence[Conversation]) -> list[Branch]:
     Costs as much as these are long, however many there are beside them.
     """
     forest = found.forest
-    paths = [forest.path(each.namespace + each.key) for each in chosen]
+    paths = [forest.path(forest.find(each.namespace, each.key)) for each in chosen]
     children = Counter(above for above, _ in {pair for path in paths for pair in pairwise(path)})
     rows: list[Branch] = []
-    index_of: dict[str, int] = {}
+    index_of: dict[int, int] = {}
     for each, path in zip(chosen, paths, strict=True):
         parent: int | None = None
         for run in _runs(path, children):
@@ -143,33 +130,34 @@ def branches(found: Listing, chosen: Sequence[Conversation]) -> list[Branch]:
     return rows
 
 
-def _runs(path: Sequence[str], children: Mapping[str, int]) -> Iterator[list[str]]:
+def _runs(path: Sequence[int], children: Mapping[int, int]) -> Iterator[list[int]]:
     """A path cut behind every node where the chosen conversations part."""
-    run: list[str] = []
-    for name in path:
-        run.append(name)
-        if children[name] > 1:
+    run: list[int] = []
+    for number in path:
+        run.append(number)
+        if children[number] > 1:
             yield run
             run = []
     if run:
         yield run
 
 
-def _branch(forest: Forest, each: Conversation, run: Sequence[str], parent: int | None) -> Branch:
-    first, last = forest.files(run[0]), forest.files(run[-1])
-    leaf = last[0].file.key == each.key
+def _branch(forest: Forest, each: Conversation, run: Sequence[int], parent: int | None) -> Branch:
+    last = run[-1]
+    key = forest.key(last)
+    leaf = key == each.key
     return Branch(
         parent,
         each.namespace,
         each.label,
-        last[0].file.key,
-        first[0].first,
-        last[0].first + last[0].file.tokens,
+        key,
+        forest.first(run[0]),
+        forest.end(last),
         len(run),
         forest.size(run),
-        max(node.file.mtime_ns for node in last),
+        forest.used_ns(last),
         leaf,
-        any(node.file.kind == "state" for node in last),
+        forest.has_state(last),
         each.complete or not leaf,
     )
 

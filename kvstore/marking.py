@@ -10,8 +10,9 @@ references are unknown. Anything else (EIO, EACCES, no descriptors) raises OSErr
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
@@ -20,13 +21,17 @@ from kvstore.errors import DamagedManifestError, FormatVersionError
 from kvstore.keys import RUNGS, TOKEN_BYTES, node_key
 from kvstore.layout import NAME_KEY_BYTES
 from kvstore.manifest import MAX_MANIFEST_BYTES, References, decode_references
+from kvstore.pacing import paced
 from kvstore.scan import NodeFile
 
-__all__ = ["Marked", "Marks", "Unreadable", "group_of", "level_of", "mark"]
+__all__ = ["Marked", "Marks", "Unreadable", "group_of", "level_of", "mark", "mark_folders"]
 
 Unreadable = Literal["damaged", "newer"]
 
 _RUNG_HEX = 6
+
+_REST_EVERY = 16
+"""Manifests between two chances to rest: a third of a millisecond of work."""
 
 _TOLD_EVERY = 256
 """Manifests between two words to who waits: to say more would cost more than to read them."""
@@ -69,19 +74,20 @@ def mark(
     files: Sequence[NodeFile],
     fresh: Sequence[NodeFile] = (),
     told: Callable[[int, int], None] = lambda _done, _total: None,
+    rest: Callable[[], None] = lambda: None,
 ) -> Marks:
-    """Read these manifests; told is called with how many were read, of how many. Raises OSError when one of them can
-    neither be read nor is gone.
+    """Read these manifests; told is called with how many were read, of how many, and rest every few of them. Raises
+    OSError when one of them can neither be read nor is gone.
     """
     marks = Marks(fresh=frozenset(file.file for file in fresh))
     # By inode: neighbours on disk are read one after the other, which a cold cache repays many times over.
     files = sorted((*files, *fresh), key=attrgetter("inode"))
-    tails = _Tails(files, context.interval)
+    tails = _Tails(paced(files, rest), context.interval)
     containers: list[tuple[str, int]] = []
     at: dict[str, int] = {}
     named = marks.named
     base = f"{context.layout.nodes}/"
-    for done, file in enumerate(files):
+    for done, file in enumerate(paced(files, rest, _REST_EVERY)):
         if not done % _TOLD_EVERY:
             told(done, len(files))
         found = _read(context, f"{base}{file.namespace}/{file.file[:2]}/{file.file}")
@@ -102,6 +108,15 @@ def mark(
         if tail in at:
             marks.containers.setdefault(at[tail], []).append(index)
     return marks
+
+
+def mark_folders(context: Context, files: Iterable[NodeFile]) -> Iterator[Marks]:
+    """Read manifests as a scan finds them, a folder at a time: for who adds up and need not have a million at once.
+
+    All children of a parent lie in one folder, so each part knows its containers. Raises OSError as mark does.
+    """
+    for _, folder in groupby(files, key=lambda file: (file.namespace, file.file[:2])):
+        yield mark(context, list(folder))
 
 
 def _read(context: Context, path: str) -> References | Unreadable | None:
@@ -128,7 +143,7 @@ class _Tails:
     computes one key for each distinct length among them: never more than an interval, one or two as a rule.
     """
 
-    def __init__(self, files: Sequence[NodeFile], interval: int) -> None:
+    def __init__(self, files: Iterable[NodeFile], interval: int) -> None:
         self._interval = interval
         self._keys: set[str] = set()
         self._lengths: dict[str, set[int]] = {}

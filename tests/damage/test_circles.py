@@ -120,8 +120,8 @@ def look_up(store) -> None:
 
 def walk_the_forest(store) -> None:
     marks = mark(store.context, list(nodes(store.context.layout, Tally())))
-    forest = Forest(marks)
-    forest.conversations()
+    forest = Forest([marks])
+    list(forest.conversations())
     for name in forest.of_namespace(INFO.id):
         assert len(forest.path(name)) <= len(marks.nodes)
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import time
+import tracemalloc
+from collections.abc import Iterator
 
 import pytest
 from core_support import INFO, open_store
 from gc_support import SECOND, TENANT, forge_circle, manifests, prompt, publish, set_used, space_of, state
 
 from kvstore import FileSystem
+from kvstore.forest import Forest
+from kvstore.layout import NodeName
 from kvstore.listing import listing
 from kvstore.manifest import decode
+from kvstore.marking import Marked, Marks
+from kvstore.scan import NodeFile
 
 
 @pytest.fixture
@@ -185,3 +192,27 @@ def test_what_cannot_be_seen_is_an_error(tmp_path):
         publish(space_of(store), prompt(9))
     with open_store(tmp_path / "s", None, Failing()) as store, pytest.raises(OSError, match="Input/output"):
         listing(store.context)
+
+
+def test_a_node_that_is_not_shown_takes_few_bytes():
+    """A directory may have a million: what was read of one is gone when the next folder is read."""
+    folders, each = 50, 100
+
+    def parts() -> Iterator[Marks]:
+        keys = [bytes(16), *(hashlib.md5(bytes([at // each, at % each])).digest() for at in range(folders * each))]
+        for folder in range(folders):
+            marked = []
+            for at in range(folder * each, (folder + 1) * each):
+                name = NodeName(keys[at].hex(), 64, keys[at + 1].hex(), "0" * 18).file("kv")
+                block = (keys[at + 1][::-1], 1000)
+                marked.append(Marked(NodeFile(INFO.id, name, 9000, 12288, at, at), 64 * at, (block,)))
+            yield Marks(marked)
+
+    tracemalloc.start()
+    try:
+        (leaf,) = Forest(parts()).conversations()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (leaf.nodes, leaf.size, leaf.own) == (5000, 5_000_000, 5_000_000)
+    assert peak / leaf.nodes < 600

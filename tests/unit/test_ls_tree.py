@@ -86,7 +86,8 @@ def test_forged_circles_end(store):
     forge_circle(store.path)
     found = listing(store.context)
     assert len(branches(found, found.conversations)) == 5
-    assert found.forest.path(INFO.id + "a" * 32) == [INFO.id + "a" * 32]
+    forged = found.forest.find(INFO.id, "a" * 32)
+    assert found.forest.path(forged) == [forged]
 
 
 def test_namespaces_are_added_up(store):
@@ -128,8 +129,8 @@ def test_every_conversation_is_the_sum_of_its_branches(tmp_path_factory, ways, l
         assert (size, nodes, first) == (each.size, each.nodes, 0)
 
 
-def paths(found, each: Conversation) -> list[str]:
-    return found.forest.path(each.namespace + each.key)
+def paths(found, each: Conversation) -> list[int]:
+    return found.forest.path(found.forest.find(each.namespace, each.key))
 
 
 # The command.
