@@ -16,6 +16,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -24,6 +25,7 @@ from kvstore.context import Context, Owner
 from kvstore.folding import is_hidden, known_as
 from kvstore.fs import allocated_bytes
 from kvstore.layout import FANOUT, Kind, Layout, NodeName
+from kvstore.pacing import paced
 
 __all__ = [
     "HashedFile",
@@ -134,7 +136,7 @@ class Tally:
     """What a pass adds up on its way. allocated: bytes on disk, folders included. foreign: files that are not ours.
 
     hidden: folders of manifests, among the foreign, that only a lookup where case is folded would find. files: regular
-    ones in the folders that are ours; told: called with that number, a folder at a time.
+    ones in the folders that are ours; told: called with that number, a folder at a time. rest: called every few files.
     """
 
     allocated: int = 0
@@ -142,6 +144,7 @@ class Tally:
     hidden: int = 0
     files: int = 0
     told: Callable[[int], None] = field(default=lambda _: None, repr=False, compare=False)
+    rest: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
 
 
 @dataclass(slots=True)
@@ -156,14 +159,16 @@ class Scan:
     tally: Tally = field(default_factory=Tally)
 
 
-def scan(context: Context, told: Callable[[int], None] = lambda _: None) -> Scan:
-    """Everything in the directory; told is called with the number of files so far. Raises OSError when a part of it
-    cannot be seen.
+def scan(
+    context: Context, told: Callable[[int], None] = lambda _: None, rest: Callable[[], None] = lambda: None
+) -> Scan:
+    """Everything in the directory; told is called with the number of files so far, and rest every few of them. Raises
+    OSError when a part of it cannot be seen.
 
     Blocks come before manifests: a block whose manifest appears during the scan is then a referenced one, not an
     orphan.
     """
-    layout, tally = context.layout, Tally(told=told)
+    layout, tally = context.layout, Tally(told=told, rest=rest)
     for folder in layout.folders:
         # Behind it may be another store, whose files would be taken for this one's rubbish.
         if folder.is_symlink():
@@ -179,12 +184,12 @@ def scan(context: Context, told: Callable[[int], None] = lambda _: None) -> Scan
     )
 
 
-def usage(context: Context, rest: Callable[[], None] = lambda: None) -> int:
-    """Bytes that the whole directory takes on disk, whatever is in it; rest is called at each folder.
+def usage(context: Context, rest: Callable[[], None] | None = None) -> int:
+    """Bytes that the whole directory takes on disk, whatever of it this user may look at; rest is called at each folder.
 
-    Raises OSError.
+    Without one it keeps the directory's pace. Raises OSError.
     """
-    return _tree(context.layout.root, rest)
+    return _tree(context.layout.root, context.pace.resting() if rest is None else rest)
 
 
 def free_bytes(context: Context) -> int:
@@ -237,10 +242,10 @@ def nodes(layout: Layout, tally: Tally) -> Iterator[NodeFile]:
                     tally.foreign += 1
 
 
-def appeared(layout: Layout, known: Sequence[NodeFile]) -> list[NodeFile]:
+def appeared(layout: Layout, known: Sequence[NodeFile], rest: Callable[[], None] = lambda: None) -> list[NodeFile]:
     """Manifests that are there and not among those known: names are listed again, and only new ones looked at."""
     names: dict[str, set[str]] = {}
-    for file in known:
+    for file in paced(known, rest):
         names.setdefault(file.namespace, set()).add(file.file)
     found = []
     for entry in _entries(layout.nodes, Tally()):
@@ -248,7 +253,7 @@ def appeared(layout: Layout, known: Sequence[NodeFile]) -> list[NodeFile]:
         if namespace is None or not _is_folder(entry, layout.nodes):
             continue
         old = names.get(namespace, set())
-        for folder in _fanout(layout.nodes / namespace, Tally(), links_are_errors=True):
+        for folder in paced(_fanout(layout.nodes / namespace, Tally(), links_are_errors=True), rest, 1):
             if not old.issuperset(os.listdir(folder)):
                 files = (NodeFile._make((namespace, *file)) for file in _files(folder, Tally()) if file[0] not in old)
                 found += [file for file in files if NodeName.is_file_name(file.file) and file.parent[:2] == folder.name]
@@ -279,7 +284,7 @@ def _files(folder: Path, tally: Tally) -> list[tuple[str, int, int, int, int, in
     """
     files = []
     total, is_regular = 0, stat.S_ISREG
-    for entry in _entries(folder, tally):
+    for entry in paced(_entries(folder, tally), tally.rest):
         try:
             status = entry.stat(follow_symlinks=False)
         except FileNotFoundError:
@@ -300,7 +305,7 @@ def _files(folder: Path, tally: Tally) -> list[tuple[str, int, int, int, int, in
 def _entries(folder: Path, tally: Tally) -> Iterator[os.DirEntry[str]]:
     """Entries of a folder, which itself is counted; none when it vanished.
 
-    Relative to the folder's descriptor: a stat then walks one name instead of seven.
+    Relative to the folder's descriptor: a stat then walks one name instead of seven. Raises OSError before the first.
     """
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -332,7 +337,7 @@ def _tree(root: Path, rest: Callable[[], None] = lambda: None) -> int:
     while stack:
         folder = stack.pop()
         rest()
-        for entry in _entries(folder, tally):
+        for entry in _readable(folder, tally):
             try:
                 if entry.is_dir(follow_symlinks=False):
                     stack.append(folder / entry.name)
@@ -341,6 +346,14 @@ def _tree(root: Path, rest: Callable[[], None] = lambda: None) -> int:
             except FileNotFoundError:
                 continue
     return tally.allocated
+
+
+def _readable(folder: Path, tally: Tally) -> Iterator[os.DirEntry[str]]:
+    """Entries of a folder; none when this user may not look. An external drive has such folders of the system's own,
+    and nothing of ours is in them: where something is, the pass over our own folders raises.
+    """
+    with suppress(PermissionError):
+        yield from _entries(folder, tally)
 
 
 def _count_rest(layout: Layout, tally: Tally) -> None:

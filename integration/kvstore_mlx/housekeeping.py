@@ -18,8 +18,10 @@ from enum import Enum
 from pathlib import Path
 
 from kvstore.admission import JUST_USED_NS, Warmth
+from kvstore.directory import unavailable
 from kvstore.errors import KVStoreError
 from kvstore.gc import GcReport, Policy, collect, usage
+from kvstore.interpreter import no_search_for_cycles
 from kvstore.keys import TOKEN_BYTES
 from kvstore.lookup import Match
 from kvstore.pacing import Pace
@@ -35,7 +37,8 @@ log = logging.getLogger("kvstore")
 _MEASURE_AFTER_BYTES = 1 << 30
 
 _PAUSE = 20.0
-"""A collection that made no room is not repeated for this many times what it took, and a second at least."""
+"""A collection that made no room is not repeated for this many times what it took, and a second at least; nor is a look
+at the whole directory, which the smallest of quotas would have after each write."""
 
 _SPARE_S = 1.0
 """A collection that takes this long frees a tenth of the budget beyond what is needed, a shorter one in proportion:
@@ -72,7 +75,7 @@ class Housekeeping:
         self._since = 0
         self._measure_after = _MEASURE_AFTER_BYTES
         self._coldest: int | None = None
-        self._not_before = 0.0
+        self._not_before = self._look_after = 0.0
         self._took = 0.0
         self._said: dict[Refusal, float] = {}
         self._refused: dict[Refusal, tuple[int, int]] = {}
@@ -132,10 +135,13 @@ class Housekeeping:
         if self._store.renew():
             # What was known is about a directory that is not there any more; a full one would refuse this node.
             self._used, self._coldest, self._not_before = None, None, 0.0
-        if self._used is None or self._since > self._measure_after:
+        if self._used is None or (self._since > self._measure_after and self._monotonic() >= self._look_after):
+            started = self._monotonic()
             stands_on = namespace.standing(tokens).stands_on
             self._used = self._look(stands_on)
             self._keep_to_budget(stands_on)
+            now = self._monotonic()
+            self._look_after = now + _PAUSE * (now - started)
         if self._used + size <= self._budget:
             return None
         refusal = self._replace(size, namespace, tokens, ahead)
@@ -171,9 +177,9 @@ class Housekeeping:
         self._measure_after = min([_MEASURE_AFTER_BYTES, *(size // 10 for size in quotas.sizes.values())])
         if quotas.sizes:
             policy = Policy(quotas=quotas.sizes, protect=stands_on, protect_ns=JUST_USED_NS, warmth=self._warmth)
-            return self._measure(collect(self._store.context, policy))
+            return self._measure(self._collect(policy))
         self._since = 0
-        return usage(self._store.context)
+        return self._usage()
 
     def _keep_to_budget(self, stands_on: Container[Path]) -> None:
         """Cut a directory back that takes more than it may: the budget was lowered at a restart, or others write, too.
@@ -184,7 +190,7 @@ class Housekeeping:
             return
         policy = Policy(size=self._budget, spare=0, protect=stands_on, protect_ns=JUST_USED_NS, warmth=self._warmth)
         try:
-            self._measure(collect(self._store.context, policy))
+            self._measure(self._collect(policy))
         except KVStoreError as error:
             log.warning("kvstore: could not collect: %s", error)
 
@@ -208,11 +214,12 @@ class Housekeeping:
         )
         started = self._monotonic()
         try:
-            report = collect(self._store.context, policy)
+            report = self._collect(policy)
         except KVStoreError as error:
             log.warning("kvstore: could not collect: %s", error)
             return Refusal.FULL
-        self._took = self._monotonic() - started
+        # Without its rests: what a collection costs, not how long it took its time beside an engine at work.
+        self._took = self._monotonic() - started - report.rested_seconds
         fits = self._measure(report) + size <= self._budget
         if not fits:
             self._not_before = self._monotonic() + max(1.0, _PAUSE * self._took)
@@ -220,6 +227,17 @@ class Housekeeping:
             return None
         # Not cold, so wanted as much; or nothing could go at all, and the budget is too small for this prompt.
         return Refusal.FULL if self._coldest is None else Refusal.WARM
+
+    def _collect(self, policy: Policy) -> GcReport:
+        with no_search_for_cycles():
+            return collect(self._store.context, policy)
+
+    def _usage(self) -> int:
+        """Bytes on disk; UnavailableError when that cannot be found out."""
+        try:
+            return usage(self._store.context)
+        except OSError as error:
+            raise unavailable(self._store.path, error) from error
 
     def _measure(self, report: GcReport) -> int:
         """What the directory takes after a collection."""
@@ -233,7 +251,7 @@ class Housekeeping:
             )
         if report.busy or report.error:
             self._coldest = None
-            self._used = usage(self._store.context)
+            self._used = self._usage()
         else:
             self._coldest = report.coldest_ns
             self._used = report.after_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import logging
 import shutil
 import time
@@ -10,8 +12,8 @@ import pytest
 from core_support import FAST, open_store, prompt
 from gc_support import SECOND, blocks, check_valid, manifests
 
-from kvstore import NamespaceInfo, Span, TensorSpec
-from kvstore.gc import usage
+from kvstore import NamespaceInfo, Span, TensorSpec, UnavailableError
+from kvstore.gc import collect, usage
 from kvstore.keys import pack_tokens
 from kvstore.quotas import write_quota
 from kvstore_mlx import housekeeping
@@ -297,3 +299,51 @@ def test_a_budget_that_is_lowered_at_a_restart_holds_from_the_first_write_on(ser
     one.request(prompt(INTERVAL, 9))
     assert usage(one.store.context) <= before - 8 * NODE
     assert 7 <= len(manifests(one.store.path)) <= 9, "and hardly more goes than has to"
+
+
+def test_a_small_quota_does_not_have_the_directory_looked_at_after_each_write(server, monkeypatch):
+    one = server()
+    write_quota(one.store.context, one.space.id, 0)
+    looks = []
+
+    def slow(context, policy):
+        looks.append(policy)
+        one.ahead += 1.0
+        return collect(context, policy)
+
+    monkeypatch.setattr(housekeeping, "collect", slow)
+    for seed in range(8):
+        one.request(prompt(INTERVAL, seed))
+    assert len(looks) == 1
+    one.ahead += 21
+    one.request(prompt(INTERVAL, 9))
+    assert len(looks) == 2
+
+
+def test_what_cannot_be_measured_is_the_documented_error(server, monkeypatch):
+    one = server()
+
+    def broken(_context, *_):
+        raise OSError(errno.EIO, "input/output error")
+
+    monkeypatch.setattr(housekeeping, "usage", broken)
+    with pytest.raises(UnavailableError, match="input/output error"):
+        one.request(prompt(INTERVAL, 1))
+
+
+def test_cycles_are_not_searched_for_during_a_collection(server, monkeypatch):
+    """Each search would walk a tuple a file with the interpreter's lock held, and the engine would wait."""
+    one = server(nodes=2)
+    enabled = []
+
+    def watched(context, policy):
+        enabled.append(gc.isenabled())
+        return collect(context, policy)
+
+    monkeypatch.setattr(housekeeping, "collect", watched)
+    for seed in range(4):
+        one.request(prompt(INTERVAL, seed))
+        one.ahead += 3600
+    assert enabled
+    assert not any(enabled)
+    assert gc.isenabled()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 
 import pytest
 
-from kvstore.interpreter import TURN_S, short_turns
+from kvstore.interpreter import TURN_S, no_search_for_cycles, short_turns
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +65,25 @@ def test_what_somebody_set_meanwhile_stays():
     with short_turns():
         sys.setswitchinterval(0.002)
     assert sys.getswitchinterval() == pytest.approx(0.002)
+
+
+def test_cycles_are_not_searched_for_inside_and_are_again_after():
+    assert gc.isenabled()
+    with no_search_for_cycles():
+        with no_search_for_cycles():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError), no_search_for_cycles():
+        raise ZeroDivisionError
+    assert gc.isenabled()
+
+
+def test_who_does_without_the_search_still_does():
+    gc.disable()
+    try:
+        with no_search_for_cycles():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import time
@@ -13,7 +14,7 @@ from gc_support import DAY, TENANT, ahead, blocks, manifests, prompt, publish, r
 
 import kvstore.scan as scanning
 from kvstore.fsck import ExitCode, check
-from kvstore.gc import collect
+from kvstore.gc import Policy, collect
 from kvstore.layout import FANOUT, Layout, NodeName
 from kvstore.scan import appeared, free_bytes, scan, usage
 
@@ -348,3 +349,41 @@ def test_a_folder_of_blocks_in_capitals_is_foreign_and_keeps_nothing(tmp_path, k
         (store.context.layout.blocks.parent / kind / "AB").mkdir()
         found = scan(store.context)
         assert (found.tally.foreign, found.tally.hidden) == (1, 0)
+
+
+class TestWhatThisUserMayNotSee:
+    """Folders of the system's own at the root of an external drive: .Trashes, .Spotlight-V100."""
+
+    @pytest.fixture
+    def hidden(self, monkeypatch):
+        """Folders that cannot be opened; as root, permissions would not do."""
+        folders: set[Path] = set()
+        plain = os.open
+
+        def opened(path, *args, **kwargs):
+            if Path(path) in folders:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return plain(path, *args, **kwargs)
+
+        monkeypatch.setattr("kvstore.scan.os.open", opened)
+        return folders
+
+    @pytest.mark.parametrize("place", [".Trashes", "objects/foreign", "tmp/foreign", "foreign/below"])
+    def test_a_foreign_folder_is_left_out(self, tmp_path, hidden, place):
+        with filled(tmp_path / "cache") as store:
+            before = scan(store.context)
+            folder = store.path / place
+            (folder / "inside").mkdir(parents=True)
+            hidden.add(folder)
+            found = scan(store.context)
+            assert (found.nodes, found.tally.foreign) == (before.nodes, 1)
+            assert usage(store.context) >= before.tally.allocated
+            assert not collect(store.context, Policy(size=1 << 40)).error
+
+    @pytest.mark.parametrize("place", ["objects/blocks", "objects/nodes", "tmp", "quarantine"])
+    def test_a_folder_of_ours_is_an_error(self, tmp_path, hidden, place):
+        """A collector that could not see part of the directory must know it."""
+        with filled(tmp_path / "cache") as store:
+            hidden.add(store.path / place)
+            with pytest.raises(PermissionError):
+                scan(store.context)
