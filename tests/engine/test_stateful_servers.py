@@ -143,11 +143,12 @@ def test_four_at_once_of_unequal_lengths(pair, models, name):
     ]
     for request in requests:
         pair.expected(request)
+    before = pair.files()
     with ThreadPoolExecutor(len(requests)) as pool:
         written = list(pool.map(lambda request: pair.ask(**request), requests))
     assert [answer.cached_tokens < 160 for answer in written] == [True] * 4
     for answer, request in zip(written, requests, strict=True):
-        pair.wait(answer.prompt_tokens - 1)
+        pair.wait(before, answer.prompt_tokens - 1)
         restored = pair.ask(**request)
         assert restored.cached_tokens == restored.prompt_tokens - 1
 
@@ -155,6 +156,7 @@ def test_four_at_once_of_unequal_lengths(pair, models, name):
 @pytest.mark.parametrize(("name", "more"), [("short window", {}), ("delta nets", {"seed": 3}), ("chunked", {})])
 def test_a_cancelled_request_keeps_its_boundaries(pair, models, name, more):
     body = {"messages": messages(6, f"cancelled {name}"), "model": models[name], "max_tokens": 3000, "stream": True}
+    before = pair.files()
     connection = http.client.HTTPConnection("127.0.0.1", pair.server.port, timeout=60)
     connection.request(
         "POST", "/v1/chat/completions", json.dumps({**body, **more}), {"Content-Type": "application/json"}
@@ -165,8 +167,7 @@ def test_a_cancelled_request_keeps_its_boundaries(pair, models, name, more):
     response.close()
     connection.close()
     saved = INTERVAL * 5
-    wait_saved(pair.server, pair.directory, saved)
-    pair.wait(saved)
+    pair.wait(before, saved)
     answer = pair.ask(messages=messages(6, f"cancelled {name}"), model=models[name], max_tokens=4)
     assert answer.cached_tokens >= saved
 
