@@ -6,9 +6,10 @@ Pure arithmetic; who measures passes durations and the time in. Two costs are co
     restoring them            F + bytes * B     F, B: a line through the last restores (Theil and Sen: the median of the
                                                 slopes between any two of them, then the median of what is left)
 
-bytes are all that the restore reads; gain is only what memory does not have already. So a prefix pays when
-F + bytes * B < gain * C, and with b bytes a token no prompt pays that is shorter than F / (C - b * B): the break-even
-length. If reading a token costs as much as computing it, none does.
+bytes are all that the restore reads: blocks whole, and a boundary state. gain is only what memory does not have
+already. A prefix pays when F + bytes * B < gain * C. The break-even length is where that begins to hold of whole
+prompts, whose bytes follow from the model. Bytes of past restores are no measure of them: those of a few tokens out of
+a large block, or of a large state after few tokens, would make all tokens look as dear as these were.
 
 Medians, because a prefill beside another one, a cold disk or a laptop that slept must not decide for the rest of the
 day. Measurements are forgotten after an hour: a gate that was shut by a slow disk opens again, is measured, and shuts
@@ -22,7 +23,9 @@ the side of restoring less, and where it matters, at a few hundred tokens, it is
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable
 from itertools import combinations
 from statistics import median
 from typing import NamedTuple
@@ -38,7 +41,7 @@ _ENOUGH = 5
 
 _FORGET_S = 3600.0
 
-_NEVER = 1 << 62
+_NEVER = 1 << 24
 """A break-even length that no prompt reaches."""
 
 
@@ -46,19 +49,35 @@ class _Restore(NamedTuple):
     at: float
     size: int
     tokens: int
+    state: int
     seconds: float
+
+
+class _Costs(NamedTuple):
+    """C, F and B of this module's formula."""
+
+    token: float
+    fixed: float
+    byte: float
+
+    def pays(self, gain: int, size: int) -> bool:
+        """Whether to read size bytes is quicker than to compute gain tokens."""
+        return self.fixed + size * self.byte < gain * self.token
 
 
 class BreakEven:
     """What one model's prefills and restores cost on this machine. Used on the generation thread only.
 
-    min_tokens: a fixed length instead of a measured one (--kv-cache-min-tokens N).
+    min_tokens: a fixed length instead of a measured one (--kv-cache-min-tokens N). rows: bytes that the blocks of a
+    prompt of so many tokens take.
     """
 
-    def __init__(self, min_tokens: int | None = None) -> None:
+    def __init__(self, min_tokens: int | None = None, rows: Callable[[int], int] = lambda _: 0) -> None:
         self._fixed = min_tokens
+        self._rows = rows
         self._prefills: deque[tuple[float, float]] = deque(maxlen=_KEPT)
         self._restores: deque[_Restore] = deque(maxlen=_KEPT)
+        self._found: tuple[_Costs, int] | None = None
 
     def observe_prefill(self, tokens: int, seconds: float, now: float) -> None:
         """A prefill of so many tokens took so long. now: any clock's seconds, the same in all calls.
@@ -67,70 +86,77 @@ class BreakEven:
         """
         if tokens >= MIN_TOKENS and 0 < seconds < math.inf:
             self._prefills.append((now, seconds / tokens))
+            self._found = None
 
-    def observe_restore(self, size: int, tokens: int, seconds: float, now: float) -> None:
-        """A restore read size bytes that hold so many tokens, and took so long from its lookup to usable caches."""
+    def observe_restore(self, size: int, tokens: int, seconds: float, now: float, state: int = 0) -> None:
+        """A restore of so many tokens read size bytes, a state among them, and took so long until caches were usable.
+
+        Without the lookup, whose time is spent before there is anything to decide.
+        """
         if size > 0 and tokens > 0 and 0 < seconds < math.inf:
-            self._restores.append(_Restore(now, size, tokens, seconds))
+            self._restores.append(_Restore(now, size, tokens, state, seconds))
+            self._found = None
+
+    def known(self, now: float) -> bool:
+        """Whether what was measured decides."""
+        return self._fixed is None and self._learned(now) is not None
 
     def min_tokens(self, now: float) -> int:
         """The break-even length: prompts shorter than this are neither restored nor saved."""
         if self._fixed is not None:
             return max(1, self._fixed)
-        costs = self._costs(now)
-        if costs is None:
-            return MIN_TOKENS
-        compute, fixed, byte = costs
-        won = compute - byte * median(each.size / each.tokens for each in self._restores)
-        if won <= 0:
-            return _NEVER
-        return max(MIN_TOKENS, min(math.ceil(fixed / won), _NEVER))
+        learned = self._learned(now)
+        return MIN_TOKENS if learned is None else learned[1]
 
     def worth_restoring(self, tokens: int, size: int, now: float) -> bool:
-        """Whether to read size bytes for the tokens that need not be computed then.
-
-        size 0: not known; what the last restores read for a token is taken.
-        """
+        """Whether to read size bytes for the tokens that need not be computed then."""
         if self._fixed is not None:
             return tokens >= max(1, self._fixed)
         if tokens < MIN_TOKENS:
             return False
-        costs = self._costs(now)
-        if costs is None:
-            return True
-        compute, fixed, byte = costs
-        if not size:
-            size = round(tokens * median(each.size / each.tokens for each in self._restores))
-        return fixed + size * byte < tokens * compute
+        learned = self._learned(now)
+        return learned is None or learned[0].pays(tokens, size)
 
     def worth_saving(self, tokens: int, now: float) -> bool:
         """Whether a prompt of so many tokens, saved and found again, would be restored."""
-        return tokens >= self.min_tokens(now)
+        return self.worth_restoring(tokens, self._size(tokens), now)
 
     def describe(self, now: float) -> str:
         """What is known, for a log line."""
-        costs = self._costs(now)
-        if self._fixed is not None or costs is None:
+        learned = None if self._fixed is not None else self._learned(now)
+        if learned is None:
             return f"prompts from {self.min_tokens(now)} tokens on are saved and restored"
-        compute, fixed, byte = costs
-        length = self.min_tokens(now)
-        reading = f"{1e-9 / byte:.2f} GB/s" if byte else "at once"
-        return f"prefill {1 / compute:.0f} tokens/s, restore {fixed * 1e3:.1f} ms and {reading}: " + (
+        costs, length = learned
+        reading = f"{1e-9 / costs.byte:.2f} GB/s" if costs.byte else "at once"
+        return f"prefill {1 / costs.token:.0f} tokens/s, restore {costs.fixed * 1e3:.1f} ms and {reading}: " + (
             "restoring does not pay" if length == _NEVER else f"it pays from {length} tokens on"
         )
 
-    def _costs(self, now: float) -> tuple[float, float, float] | None:
-        """C, F and B of this module's formula; None while too little was measured."""
+    def _size(self, tokens: int) -> int:
+        """Bytes that a restore of a prompt of so many tokens reads. Its state is taken to be as large as that of the
+        restore that was nearest in length: some grow with the tokens, most up to a window.
+        """
+        nearest = min(self._restores, key=lambda each: abs(each.tokens - tokens), default=None)
+        return self._rows(tokens) + (0 if nearest is None else nearest.state)
+
+    def _learned(self, now: float) -> tuple[_Costs, int] | None:
+        """The costs and the break-even length; None while too little was measured."""
         oldest = now - _FORGET_S
         while self._prefills and self._prefills[0][0] < oldest:
             self._prefills.popleft()
+            self._found = None
         while self._restores and self._restores[0].at < oldest:
             self._restores.popleft()
+            self._found = None
         if len(self._prefills) < _ENOUGH or len(self._restores) < _ENOUGH:
             return None
-        byte = _slope(self._restores)
-        fixed = max(0.0, median(each.seconds - each.size * byte for each in self._restores))
-        return median(cost for _, cost in self._prefills), fixed, byte
+        if self._found is None:
+            byte = _slope(self._restores)
+            fixed = max(0.0, median(each.seconds - each.size * byte for each in self._restores))
+            costs = _Costs(median(cost for _, cost in self._prefills), fixed, byte)
+            pays = bisect_left(range(_NEVER), True, MIN_TOKENS, key=lambda count: costs.pays(count, self._size(count)))
+            self._found = costs, pays
+        return self._found
 
 
 def _slope(restores: deque[_Restore]) -> float:

@@ -7,6 +7,7 @@ be resumed at boundary states, they also make the engine stop at them.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -37,6 +38,7 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
         self._added: dict[int, set[int]] = {}
         self._padding = Padding(self.model, self.stream)
         self._caching = False
+        self._measured = (0, 0.0)
 
     def insert_segments(self, segments: list[list[list[int]]], *args: Any, **kwargs: Any) -> list[int]:
         """As in mlx-lm; the server inserts one request right after fetching its cache."""
@@ -76,15 +78,29 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
         if self._due:
             due, self._due = self._due, set()
             guarded(lambda: self._save_prompts(due))
+        if self._caching and (len(self._prompt_batch) or self._unprocessed_sequences):
+            # Before the step, which may take seconds: the end of another request may just have said that all is idle.
+            self._tier.prefilling()
         prompt_responses, generation_responses = super().next()
         for response in prompt_responses:
             # The server keeps a cache in memory for each of its own segments, and counts them.
             if response.progress[0] in self._added.get(response.uid, ()) and not response.end_of_prompt:
                 response.end_of_segment = False
         if self._caching:
+            if any(response.end_of_prompt for response in prompt_responses):
+                guarded(self._measure)
             guarded(lambda: self._leave_out_padded(prompt_responses))
             guarded(lambda: self._look(generation_responses))
         return prompt_responses, generation_responses
+
+    def _measure(self) -> None:
+        """Tell what prompts cost since the last one ended, by the engine's own clock.
+
+        From its lookup to its first token a request also waits for others, and shares its steps with them.
+        """
+        done = self._counters.prompt_tokens, self._counters.prompt_time
+        before, self._measured = self._measured, done
+        self._tier.prefilled(done[0] - before[0], done[1] - before[1])
 
     def _leave_out_padded(self, prompt_responses: list[Any]) -> None:
         """Keep nothing that the padding of a batch has reached, where the model takes it for tokens; see Padding."""
@@ -146,7 +162,7 @@ def recording_stream_generate(
                 _show(kwargs, tier.reused)
             return generate(*args, **kwargs)  # type: ignore[no-any-return]  # mlx-lm ships no types
         tier.expect(kwargs["prompt_cache"], recording)
-        return _Single(recording, quantization).responses(generate, *args, **kwargs)
+        return _Single(recording, quantization, tier.prefilled).responses(generate, *args, **kwargs)
 
     return wrapped
 
@@ -158,17 +174,21 @@ def _show(settings: dict[str, Any], prefix: list[int]) -> None:
 
 
 class _Single:
-    """One request that mlx-lm serves alone."""
+    """One request that mlx-lm serves alone. prefilled is told of its tokens, and the seconds to its first response."""
 
-    def __init__(self, recording: Recording, quantization: Quantization | None) -> None:
+    def __init__(
+        self, recording: Recording, quantization: Quantization | None, prefilled: Callable[[int, float], None]
+    ) -> None:
         self._recording = recording
         self._quantization = quantization
+        self._prefilled = prefilled
 
     def responses(
         self, generate: Callable[..., Any], *args: Any, prompt: list[int], prompt_cache: list[Any], **kwargs: Any
     ) -> Iterator[Any]:
         """What generate yields for the rest of a prompt, of which a part may be computed here."""
-        recording, total = self._recording, len(prompt)
+        recording, total, started = self._recording, len(prompt), time.perf_counter()
+        first_response = True
         tokens = recording.prompt
         reused = len(tokens) - total
         report = kwargs.pop("prompt_progress_callback", None) or (lambda *_: None)
@@ -187,6 +207,10 @@ class _Single:
         ):
             count = None if draft else first + response.prompt_tokens + response.generation_tokens
             recording.answered()
+            if first_response:
+                seconds = time.perf_counter() - started
+                guarded(lambda: self._prefilled(total, seconds))  # noqa: B023 - called at once
+                first_response = False
             yield replace(response, prompt_tokens=total)
             if recording.prompt_due:
                 guarded(lambda: recording.first_token(prompt_cache, None, count))  # noqa: B023 - called at once

@@ -54,6 +54,11 @@ class ModelSpace:
     forms: tuple[Form, ...]
     label: str
 
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """What tells its prompts from those of any other model: the namespaces of its forms."""
+        return tuple(form.namespace.id for form in self.forms)
+
     def form_of(self, caches: Sequence[Any]) -> Form:
         """The form that these caches have now; ValueError when it is none that this model makes."""
         for form in self.forms:
@@ -70,6 +75,11 @@ class ModelSpace:
         if exactly is not None and exactly < form.least:
             raise ValueError(f"{exactly} tokens are quantized, which an engine does from {form.least} on")
         return form, Live(form.plan, caches, index, exactly)
+
+    def row_bytes(self, tokens: int) -> int:
+        """Bytes that the blocks of a prompt of so many tokens take, in the form that it has then."""
+        *_, form = (form for form in self.forms if form.least <= tokens)
+        return form.plan.token_bytes * tokens
 
     @property
     def stateful(self) -> bool:

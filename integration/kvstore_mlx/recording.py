@@ -37,7 +37,7 @@ class Recording:
     wanted. decoded: whether what is known may have been decoded. prompt_end: tokens that the prefill computes (all but
     one when None). prefill_only: save nothing that was decoded, nor what was computed upon it: a later prefill of the
     same tokens finds their place taken otherwise. extras: what the engine attaches to a boundary at the moment of the
-    call. on_answer is called once when the first token is out, with the number of tokens that were prefilled for it.
+    call.
     """
 
     def __init__(
@@ -53,7 +53,6 @@ class Recording:
         prompt_end: int | None = None,
         prefill_only: bool = False,
         extras: Callable[[], Extras] | None = None,
-        on_answer: Callable[[int], None] | None = None,
         phase: int = 0,
     ) -> None:
         self._space = space
@@ -70,7 +69,6 @@ class Recording:
         self._boundaries = {end for end in boundaries if end > known}
         self._held: dict[int, tuple[Form, State]] = {}
         self._failed = prefill_only and decoded
-        self._answered = on_answer
         self.on_written: Callable[[int, int, float], None] | None = None
         self._prompt_due = any(self._prompt_end > end for end in self._saved.values()) or bool(self._boundaries)
 
@@ -121,11 +119,8 @@ class Recording:
         self._save(form, live, end)
 
     def answered(self) -> None:
-        """Called when a token is out; the first one is of interest, and that there are others."""
+        """Called when a token is out."""
         self._writer.stepped()
-        if self._answered is not None:
-            self._answered(self._prompt_end - self._known)
-            self._answered = None
 
     def first_token(self, caches: Sequence[Any], index: int | None, exactly: int | None) -> None:
         """Called when the first token is out, so that saving the rest of the prompt does not delay it."""

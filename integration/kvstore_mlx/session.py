@@ -25,10 +25,10 @@ from kvstore.keys import TOKEN_BYTES, pack_tokens
 from kvstore.lookup import has_state
 from kvstore.store import Store
 from kvstore_mlx.boundaries import MIN_TOKENS, Saving, boundaries
-from kvstore_mlx.breakeven import BreakEven
 from kvstore_mlx.buffers import address_phase
 from kvstore_mlx.fingerprint import Quantization
 from kvstore_mlx.forms import Form, ModelSpace
+from kvstore_mlx.gate import Gate
 from kvstore_mlx.generation import Run, answer, tokens_of
 from kvstore_mlx.housekeeping import Housekeeping
 from kvstore_mlx.live import ExtrasHook
@@ -74,7 +74,7 @@ class Session:
         self._quantization = quantization
         self._extras = extras
         self._writer = None if store is None else Writer(Housekeeping(store, budget, write_limit))
-        self._gate = BreakEven(saving.min_tokens)
+        self._gate = None if space is None else Gate(space, saving.min_tokens)
         self._metrics = None if store is None else Metrics(store)
         self._phase = 0 if store is None else address_phase()
         self._turns = Turns(model)
@@ -120,7 +120,7 @@ class Session:
         known = 0 if restored is None else restored.tokens
         ends = boundaries(len(tokens), self._interval, self._saving.every, cuts) if self._stateful else ()
         decoded = known > 0 and not self._saving.prefill_only
-        keep = bool(saved) and self._gate.worth_saving(len(tokens), time.monotonic())
+        keep = bool(saved) and self._gate is not None and self._gate.worth_saving(len(tokens))
         recording = self._record(tokens, saved, known, decoded=decoded, ends=ends) if keep else None
         self._count(len(tokens), restored, recording)
         caches = self._make() if restored is None else restored.caches
@@ -131,6 +131,9 @@ class Session:
             spent = 0.0
             for part in parts:
                 yield
+                if self._writer is not None:
+                    # Each time: another answer of this session may have ended meanwhile.
+                    self._writer.prefilling()
                 begun = time.monotonic()
                 run.logits = prefill(
                     self._model,
@@ -141,7 +144,8 @@ class Session:
                     quantization=self._quantization,
                 )
                 spent += time.monotonic() - begun
-            self._gate.observe_prefill(len(tokens) - known, spent, time.monotonic())
+            if self._gate is not None:
+                self._gate.prefilled(len(tokens) - known, spent)
         run.seconds = time.perf_counter() - started
         if recording is not None and known < len(tokens) and len(tokens) >= MIN_TOKENS:
             recording.finished(caches, len(tokens), tokens, logits=run.logits)
@@ -334,19 +338,14 @@ class Session:
         if self._writer is not None:
             for one in found:
                 self._writer.asked(one.form, one.match)
-        if restored is None and best is not None and self._pays(best):
+        if restored is None and best is not None and self._gate is not None and self._gate.worth_restoring(best):
             restored = self._read(best, len(tokens))
             saved[best.form] = 0 if restored is None else restored.saved
             if restored is not None:
-                self._gate.observe_restore(restored.size, restored.tokens, restored.seconds, time.monotonic())
+                self._gate.restored(restored)
         if restored is not None and self._extras is not None:
             self._extras.restore(restored.extras)
         return restored, saved
-
-    def _pays(self, found: Found) -> bool:
-        """Whether to read it is quicker than to compute it."""
-        size = found.form.plan.token_bytes * found.count
-        return self._gate.worth_restoring(found.count, size, time.monotonic())
 
     def _read(self, found: Found, room: int) -> Restored | None:
         return restore(found, room, state=True, prefill_only=self._saving.prefill_only)

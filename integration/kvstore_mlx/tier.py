@@ -20,10 +20,10 @@ from kvstore.keys import TOKEN_BYTES, pack_tokens
 from kvstore.nearest import Nearest
 from kvstore.sizes import format_size
 from kvstore_mlx.boundaries import Saving, boundaries
-from kvstore_mlx.breakeven import BreakEven
 from kvstore_mlx.codecs import codec_of
 from kvstore_mlx.explain import Explainer, clause, nearest_of
 from kvstore_mlx.forms import Form, ModelSpace
+from kvstore_mlx.gate import Gate
 from kvstore_mlx.metrics import Fetched, Tier, Wrote
 from kvstore_mlx.plan import leaves_of
 from kvstore_mlx.recording import Recording
@@ -49,7 +49,9 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         self._finishing: dict[int, tuple[Any, Recording]] = {}
         self._distrusted: dict[int, Any] = {}
         self._announced: tuple[list[int], tuple[int, ...]] = ([], ())
-        self._gates: dict[ModelSpace, BreakEven] = {}
+        self._gates: dict[tuple[str, ...], Gate] = {}
+        self._keys: dict[Any, Any] = {}
+        self._gate: Gate | None = None
         self.has_directory = False
         """Whether the model that was asked for last is served with the directory."""
         self.explainer: Explainer | None = None
@@ -93,6 +95,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         self._distrusted.clear()
         space = self._spaces.of(model)
         self.has_directory = space is not None
+        self._gate = None
         if space is not None and caches is not None and not _holds(space, caches, in_memory):
             # mlx-lm trims caches to where they cannot go on from, and says nothing.
             caches, in_memory = None, 0
@@ -114,11 +117,14 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
 
     def _from_memory(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
         space = self._spaces.of(model)
+        # Its files may have been replaced before it was loaded again. mlx-lm knows it by its path, and would go on with
+        # the KV of the weights that were there.
+        key = self._keys[model] = model if space is None else (model, space.ids)
         if space is not None and space.most is not None:
-            found = self._trie.search(model, tokens)
+            found = self._trie.search(key, tokens)
             if len(found.exact or found.longer or []) > space.most:
-                return self._whole_from_memory(model, tokens)
-        caches, rest = super().fetch_nearest_cache(model, tokens)
+                return self._whole_from_memory(key, tokens)
+        caches, rest = super().fetch_nearest_cache(key, tokens)
         if rest or caches is None:
             return caches, list(rest)
         if len(tokens) > 1 and can_trim_prompt_cache(caches):
@@ -127,18 +133,18 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
                 return caches, list(tokens[-1:])
         # Not trimmable: the nearest strictly shorter entry will do.
         shorter = tokens[:-1]
-        caches, rest = super().fetch_nearest_cache(model, shorter) if shorter else (None, [])
+        caches, rest = super().fetch_nearest_cache(key, shorter) if shorter else (None, [])
         if caches is None or not _cut_to(caches, len(shorter) - len(rest)):
             return None, list(tokens)
         return caches, [*rest, tokens[-1]]
 
-    def _whole_from_memory(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+    def _whole_from_memory(self, key: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
         """The longest entry that is a prefix as it stands: of a longer one this model cannot use a part."""
-        found = self._trie.search(model, tokens[:-1])
+        found = self._trie.search(key, tokens[:-1])
         prefix = found.exact if found.exact is not None else found.shorter
         if not prefix:
             return None, list(tokens)
-        entry = self._trie.get(model, prefix)
+        entry = self._trie.get(key, prefix)
         return copy.deepcopy(entry.prompt_cache), list(tokens[len(prefix) :])
 
     def _from_disk(
@@ -146,6 +152,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
     ) -> tuple[list[Any] | None, list[int]]:
         """Restore when the directory reaches further than memory, start the recording, and log the one line."""
         prompt = pack_tokens(tokens)
+        gate = self._gate = self._gate_of(space)
         packed = prompt[:-TOKEN_BYTES]
         found = [find(form, packed, prefill_only=self._saving.prefill_only) for form in space.usable]
         saved = {one.form: one.match.border for one in found}
@@ -154,18 +161,15 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         for one in found:
             self._writer.asked(one.form, one.match)
         best = longest(found)
-        gate = self._gate(space)
-        if best is not None and gate.worth_restoring(
-            best.count - in_memory, best.form.plan.token_bytes * best.count, time.monotonic()
-        ):
+        if best is not None and gate.worth_restoring(best, in_memory):
             tried = True
             restored = restore(best, len(tokens), prefill_only=self._saving.prefill_only)
             saved[best.form] = restored.saved if restored is not None else 0
             if restored is not None and restored.tokens > in_memory:
                 caches, reused, size, source = restored.caches, restored.tokens, restored.size, "disk"
                 restore_s = restored.seconds
-                gate.observe_restore(size, reused, time.perf_counter() - started, time.monotonic())
-        if saved and gate.worth_saving(len(tokens), time.monotonic()):
+                gate.restored(restored)
+        if saved and gate.worth_saving(len(tokens)):
             self._pending = self._record(space, tokens, saved, reused)
         milliseconds = (time.perf_counter() - started) * 1e3
         near = self._nearest(found, prompt, reused)
@@ -214,11 +218,25 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
 
         guarded(tell)
 
-    def _gate(self, space: ModelSpace) -> BreakEven:
-        """What was measured of this model."""
-        if space not in self._gates:
-            self._gates[space] = BreakEven(self._saving.min_tokens)
-        return self._gates[space]
+    def _gate_of(self, space: ModelSpace) -> Gate:
+        """What was measured of this model, also before it was swapped out and loaded again."""
+        if space.ids not in self._gates:
+            self._gates[space.ids] = Gate(space, self._saving.min_tokens)
+        return self._gates[space.ids]
+
+    def prefilling(self) -> None:
+        """Told before a step of the engine that will compute a part of a prompt."""
+        self._writer.prefilling()
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """Told how long the engine computed so many tokens of prompts for the model that was asked for last."""
+        if self._gate is not None:
+            self._gate.prefilled(tokens, seconds)
+
+    @property
+    def restoring(self) -> dict[str, str]:
+        """From where on restoring pays, in words, by model; from any thread."""
+        return {gate.label: gate.text for gate in list(self._gates.values())}
 
     def _record(self, space: ModelSpace, tokens: list[int], saved: dict[Form, int], reused: int) -> Recording:
         prompt, stable = self._announced
@@ -226,12 +244,6 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         if space.stateful:
             interval = space.forms[0].interval
             ends = boundaries(len(tokens), interval, self._saving.every, stable if prompt == tokens else ())
-        gate, started = self._gate(space), time.monotonic()
-
-        def answered(prefilled: int) -> None:
-            now = time.monotonic()
-            gate.observe_prefill(prefilled, now - started, now)
-
         return Recording(
             space,
             self._writer,
@@ -242,7 +254,6 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
             decoded=reused > 0 and not self._saving.prefill_only,
             boundaries=ends,
             prefill_only=self._saving.prefill_only,
-            on_answer=answered,
             phase=self._spaces.phase,
         )
 
@@ -288,7 +299,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
                 return
             trim_prompt_cache(prompt_cache, len(tokens) - recording.prompt_end)
             tokens = tokens[: recording.prompt_end]
-        super().insert_cache(model, tokens, prompt_cache, **kwargs)
+        super().insert_cache(self._keys.get(model, model), tokens, prompt_cache, **kwargs)
 
 
 def _align(tokens: list[int], caches: list[Any]) -> list[int]:
