@@ -27,6 +27,7 @@ from kvstore.untrusted import parse
 __all__ = [
     "CACHEDIR_TAG",
     "DEFAULT_INTERVAL",
+    "advice",
     "check_free",
     "complete",
     "fill",
@@ -87,7 +88,12 @@ def open_directory(
 def unavailable(path: Path, error: OSError) -> UnavailableError:
     """The sentence for people that goes with an operating system error; it names the file in the directory, if any."""
     file = f"{Path(os.fsdecode(error.filename)).name} in it: " if _is_below(path, error.filename) else ""
-    advice = {
+    return UnavailableError(f"cannot use the cache directory {path}: {advice(error, file)}")
+
+
+def advice(error: OSError, file: str = "") -> str:
+    """What is wrong and what to do about it, with no name but the one that is given."""
+    known = {
         errno.ENOSPC: "the disk is full; free some space or lower the budget",
         errno.EDQUOT: "your disk quota is used up; free some space or lower the budget",
         errno.EROFS: "it is on a read-only file system; choose another directory",
@@ -98,8 +104,8 @@ def unavailable(path: Path, error: OSError) -> UnavailableError:
         errno.ELOOP: f"{file}a symbolic link where a file should be; move it away",
         errno.EISDIR: f"{file}a folder where a file should be; move it away",
         errno.EINVAL: f"{file}{error.strerror}; move it away" if file else f"{error.strerror}; check the disk",
-    }.get(error.errno or 0, f"{file}{error.strerror or error}; check the disk")
-    return UnavailableError(f"cannot use the cache directory {path}: {advice}")
+    }
+    return known.get(error.errno or 0, f"{file}{error.strerror or type(error).__name__}; check the disk")
 
 
 def _is_below(directory: Path, name: object) -> bool:

@@ -135,11 +135,16 @@ class Pool:
                 at = stop
 
     def trim(self) -> None:
-        """Give all memory back to the system, unless some of it is lent."""
+        """Give all memory back to the system, unless some of it is lent.
+
+        Not under the lock: 900 MiB take half a second, and the generation thread would wait for it to be lent some.
+        """
         with self._lock:
             self._settle()
+            gone = None
             if not self._lent:
-                self._region, self._touched = None, 0
+                gone, self._region, self._touched = self._region, None, 0
+        del gone  # Without the interpreter's lock, too.
 
     def _gaps(self) -> Iterator[tuple[int, int]]:
         """What is not lent, lowest first."""

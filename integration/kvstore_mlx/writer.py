@@ -15,7 +15,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore.blocks import Span
-from kvstore.errors import KVStoreError, MissingParentError
+from kvstore.directory import advice
+from kvstore.errors import (
+    FormatVersionError,
+    IntervalMismatchError,
+    KVStoreError,
+    LockTimeoutError,
+    MissingParentError,
+    NotACacheDirectoryError,
+    UnavailableError,
+)
 from kvstore.keys import TOKEN_BYTES
 from kvstore.lookup import Match
 from kvstore.pacing import Pace, slices
@@ -106,7 +115,8 @@ class Job:
 class Writer:
     """The background thread of one server and its queue.
 
-    trouble: why the last thing that should have been saved was not; empty when it was.
+    trouble: why the last thing that should have been saved was not; empty when it was. Whoever reaches the server may
+    read it, so it names no file.
     """
 
     def __init__(
@@ -192,13 +202,14 @@ class Writer:
         What a refused job was lent is given back.
         """
         with self._changed:
-            if self._closing or (self._queued and self._queued + job.size > self._max_queued):
-                job.give_back()
-                return False
-            self._queue.append(job)
-            self._queued += job.size
-            self._changed.notify_all()
-            return True
+            taken = not self._closing and (not self._queued or self._queued + job.size <= self._max_queued)
+            if taken:
+                self._queue.append(job)
+                self._queued += job.size
+                self._changed.notify_all()
+        if not taken:
+            job.give_back()
+        return taken
 
     def drain(self, timeout: float) -> bool:
         """Wait until everything queued is written; False when that took longer than timeout seconds."""
@@ -217,31 +228,37 @@ class Writer:
     def close(self, timeout: float) -> bool:
         """Write what is queued, then end the thread; False when timeout seconds were not enough."""
         done = self.drain(timeout)
+        left: list[Job] = []
         with self._changed:
             self._hurried += 1
             self._closing = True
             if not done:
+                left += self._queue
                 self._queue.clear()
             self._changed.notify_all()
+        left.clear()  # Their memory, which nobody who wants the lock should wait for.
         self._thread.join(timeout if done else 0.1)
         return done
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not (self._queue or self._closing or self._expected):
-                    if not self._changed.wait(_TRIM_AFTER_S if self._pool.resident else None):
-                        self._pool.trim()
-                if not self._queue:
-                    if self._closing:
-                        return
-                    expected, self._expected = self._expected, 0
-                else:
-                    expected = 0
-                    job = self._queue.popleft()
+                woken = True
+                while woken and not (self._queue or self._closing or self._expected):
+                    woken = self._changed.wait(_TRIM_AFTER_S if self._pool.resident else None)
+                job = self._queue.popleft() if self._queue else None
+                if job is not None:
                     self._busy = True
-            if expected:
-                self._pool.warm(expected)
+                elif self._closing:
+                    return
+                else:
+                    expected, self._expected = self._expected, 0
+            if job is None:
+                # Neither under the lock: both take long, and the generation thread takes it for each request.
+                if expected:
+                    self._pool.warm(expected)
+                else:
+                    self._pool.trim()
                 continue
             try:
                 self._write(job)
@@ -268,7 +285,7 @@ class Writer:
             log.debug("kvstore: not saved: %s", error)
             job.on_failure()
         except KVStoreError as error:
-            self._warn(f"not saved: {error}")
+            self._warn(f"not saved: {error}", f"not saved: {_kind(error)}")
             job.on_failure()
         except Exception:
             log.exception("kvstore: not saved, and this is a bug in kvstore; please report it")
@@ -305,13 +322,31 @@ class Writer:
             self._verified.add((job.form, kind))
         return True
 
-    def _warn(self, text: str) -> None:
-        """One warning a minute for each kind of trouble: a full disk must not fill the log as well."""
-        self.trouble = text
+    def _warn(self, text: str, kind: str = "") -> None:
+        """One warning a minute for each kind of trouble: a full disk must not fill the log as well.
+
+        kind: the text without what is another one each time, if it has any: the name of a file.
+        """
+        self.trouble = kind = kind or text
         now = time.monotonic()
-        if now - self._warned.get(text, -_WARN_EVERY_S) >= _WARN_EVERY_S:
-            self._warned[text] = now
+        if now - self._warned.get(kind, -_WARN_EVERY_S) >= _WARN_EVERY_S:
+            self._warned[kind] = now
             log.warning("kvstore: %s", text)
+
+
+def _kind(error: KVStoreError) -> str:
+    """What went wrong, without the name of any file."""
+    if isinstance(error, UnavailableError) and isinstance(error.__cause__, OSError):
+        return advice(error.__cause__)
+    return _KINDS.get(type(error), "the log says why")
+
+
+_KINDS = {
+    LockTimeoutError: "another process holds a lock of the cache directory; stop it or try again",
+    FormatVersionError: "a newer kvstore wrote to the cache directory; upgrade this one",
+    IntervalMismatchError: "another cache directory, with another interval, is in its place; see the log",
+    NotACacheDirectoryError: "something else is in the cache directory's place; see the log",
+}
 
 
 def _has_non_finite(item: Span | Boundary, pace: Pace) -> bool:

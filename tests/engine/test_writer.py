@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import threading
 import time
-from itertools import pairwise
+from itertools import count, pairwise
+from pathlib import Path
 
 import pytest
 from core_support import SPECS, Memory, open_store, prompt
 
-from kvstore import NamespaceInfo, Span, UnavailableError
+from kvstore import (
+    FormatVersionError,
+    IntervalMismatchError,
+    LockTimeoutError,
+    NamespaceInfo,
+    NotACacheDirectoryError,
+    PublishError,
+    Span,
+    UnavailableError,
+)
+from kvstore.directory import unavailable
 from kvstore.keys import pack_tokens
 from kvstore_mlx import writer as writer_module
 from kvstore_mlx.housekeeping import Housekeeping
@@ -103,10 +117,10 @@ def test_trouble_is_what_became_of_the_last_write(writer, form, monkeypatch):
     job = job_of(writer, form, 0, 20)
     job.on_written = lambda tokens, size, seconds: told.append((tokens, size > 0, seconds > 0))
     with monkeypatch.context() as patch:
-        patch.setattr(form.namespace, "publish", lambda *_: (_ for _ in ()).throw(UnavailableError("the disk is full")))
+        patch.setattr(form.namespace, "publish", failing(lambda: OSError(errno.ENOSPC, "full", "/home/me/kv/tmp/7")))
         assert writer.offer(job)
         assert writer.drain(30)
-    assert writer.trouble == "not saved: the disk is full"
+    assert writer.trouble == "not saved: the disk is full; free some space or lower the budget"
     assert told == []
     again = job_of(writer, form, 0, 20, 32)
     again.on_written = job.on_written
@@ -115,6 +129,65 @@ def test_trouble_is_what_became_of_the_last_write(writer, form, monkeypatch):
     assert writer.trouble == ""
     assert told == [(20, True, True), (12, True, True)]
     assert writer.queued == 0
+
+
+def failing(make):
+    """A publish that fails as one does whose operating system says this."""
+
+    def publish(*_):
+        error = make()
+        raise unavailable(Path("/home/me/kv"), error) from error
+
+    return publish
+
+
+def warnings_of(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_one_warning_a_minute_for_a_kind_of_trouble_whatever_file_it_names(writer, form, monkeypatch, caplog):
+    """Each staging file has another name, and there may be hundreds in a minute."""
+    numbers = count()
+    kinds = [errno.EIO, errno.EISDIR]
+    for kind in kinds:
+        make = lambda: OSError(kind, os.strerror(kind), f"/home/me/kv/tmp/{next(numbers)}")  # noqa: B023, E731
+        monkeypatch.setattr(form.namespace, "publish", failing(make))
+        for _ in range(5):
+            assert writer.offer(job_of(writer, form, 0, 20))
+            assert writer.drain(30)
+            assert "/home" not in writer.trouble
+    assert next(numbers) == 10
+    said = warnings_of(caplog)
+    assert [text[: text.index(" in it: ")] for text in said] == [
+        "kvstore: not saved: cannot use the cache directory /home/me/kv: 0",
+        "kvstore: not saved: cannot use the cache directory /home/me/kv: 5",
+    ]
+    assert len(writer._warned) == 2
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        LockTimeoutError,
+        FormatVersionError,
+        IntervalMismatchError,
+        NotACacheDirectoryError,
+        UnavailableError,
+        PublishError,
+    ],
+)
+def test_no_trouble_names_a_file(writer, form, monkeypatch, caplog, kind):
+    """Whoever reaches the server may read what it is."""
+
+    def publish(*_):
+        raise kind("/home/me/kv/locks/publish.lock is held") from TimeoutError("/home/me")
+
+    monkeypatch.setattr(form.namespace, "publish", publish)
+    assert writer.offer(job_of(writer, form, 0, 20))
+    assert writer.drain(30)
+    assert writer.trouble.startswith("not saved: ")
+    assert "/home" not in writer.trouble
+    assert warnings_of(caplog) == ["kvstore: not saved: /home/me/kv/locks/publish.lock is held"]
 
 
 def test_a_refused_job_gives_its_memory_back(writer, form):
@@ -144,6 +217,40 @@ def test_memory_that_is_expected_is_touched_before(writer):
     writer.expect(3 * MIB)
     assert eventually(lambda: writer._pool.resident >= 3 * MIB)
     assert writer._pool.lent == 0
+
+
+def test_no_request_waits_while_memory_goes_back(store, form, monkeypatch):
+    """Neither for the trim, nor for the memory of a job that is refused."""
+    monkeypatch.setattr(writer_module, "_TRIM_AFTER_S", 0.1)
+    writer = Writer(Housekeeping(store, 1 << 30), max_queued=8 * MIB)
+    free = []
+
+    def look() -> None:
+        # From another thread: the lock is one that its own holder may take again.
+        def ask() -> None:
+            if taken := writer._changed.acquire(timeout=0.2):
+                writer._changed.release()
+            free.append(taken)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        asking.join()
+
+    trim, give_back = writer._pool.trim, Job.give_back
+    monkeypatch.setattr(writer._pool, "trim", lambda: (look(), trim())[1])
+    writer.expect(MIB)
+    assert eventually(lambda: free)
+    assert eventually(lambda: writer._pool.resident == 0)
+    assert all(free)
+
+    free.clear()
+    monkeypatch.setattr(Job, "give_back", lambda job, *item: (look(), give_back(job, *item))[1])
+    job = job_of(writer, form, 0, 20)
+    writer._closing = True
+    assert not writer.offer(job)
+    writer._closing = False
+    assert free == [True]
+    writer.close(10)
 
 
 def test_memory_goes_back_to_the_system_when_nothing_happens(store, monkeypatch):

@@ -159,6 +159,21 @@ def test_trim_gives_memory_back_unless_some_is_lent():
     assert set(pool.lend(MIB).take(MIB)) == {0}
 
 
+def test_nobody_waits_while_memory_goes_back():
+    """900 MiB take half a second, which the generation thread would wait to be lent some."""
+    pool = Pool(MIB)
+    pool.lend(MIB).give_back()
+    free = []
+
+    class Region:
+        def __del__(self) -> None:
+            free.append(not pool._lock.locked())
+
+    pool._region = Region()
+    pool.trim()
+    assert free == [True]
+
+
 def test_warming_touches_only_what_is_not_lent():
     pool = Pool(8 * MIB)
     loan = pool.lend(MIB + 5)
