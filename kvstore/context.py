@@ -25,7 +25,7 @@ from kvstore.layout import NAME_KEY_BYTES, Layout
 from kvstore.namespace import NamespaceInfo
 from kvstore.pacing import Pace
 
-__all__ = ["Clock", "Context", "Counters", "Owner", "Space", "Staging", "this_process"]
+__all__ = ["Clock", "Context", "Counters", "Owner", "Space", "Staging", "remove_staged", "this_process"]
 
 _MAX_RECENT = 16384
 """Manifests remembered as used: hundreds of long prompts, a few megabytes."""
@@ -159,9 +159,24 @@ class Staging:
             if folder is None:
                 return
             with suppress(OSError):
-                for name in os.listdir(folder):
-                    self._fs.unlink(folder / name)
-                self._fs.remove_dir(folder)
+                remove_staged(self._fs, folder)
+
+
+def remove_staged(fs: FileSystem, folder: Path, is_staged: Callable[[str], object] = lambda _name: True) -> None:
+    """Remove a staging folder. A name that cannot go (a folder that a file server made) keeps the folder, and nothing else
+    in it: the first OSError of such a name is raised when all were tried.
+    """
+    stuck: OSError | None = None
+    for name in filter(is_staged, os.listdir(folder)):
+        try:
+            fs.unlink(folder / name)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            stuck = stuck or error
+    if stuck is not None:
+        raise stuck
+    fs.remove_dir(folder)
 
 
 @dataclass(frozen=True)

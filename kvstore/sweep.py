@@ -11,9 +11,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from stat import S_ISREG
 from typing import NamedTuple, TypeAlias, TypeVar
 
-from kvstore.context import Context
+from kvstore.context import Context, remove_staged
 from kvstore.holds import ShortHolds
 from kvstore.layout import Layout
 from kvstore.locks import publish_lock
@@ -107,15 +108,15 @@ class Sweeper:
             return sum(self.remove(file) for file in held)
 
     def remove_folder(self, path: Path, allocated: int) -> bool:
-        """Remove a staging folder and its files; it belongs to nobody, so no lock is needed."""
+        """Remove a staging folder and its files, or what of it can go; it belongs to nobody, so no lock is needed."""
+        before = _files_in(path)
         try:
             if not self.dry_run:
-                for name in os.listdir(path):
-                    self._context.fs.unlink(path / name)
-                self._context.fs.remove_dir(path)
+                remove_staged(self._context.fs, path)
         except FileNotFoundError:
             return False
         except OSError as error:
+            self.freed += before - _files_in(path)
             self.fail(error)
             return False
         self.freed += allocated
@@ -131,6 +132,16 @@ class Sweeper:
         if error.errno not in _PASSED_OVER:
             raise error
         self.failed += 1
+
+
+def _files_in(folder: Path) -> int:
+    """Bytes on disk of the files in a folder; 0 when somebody else removes it."""
+    try:
+        with os.scandir(folder) as entries:
+            inside = [entry.stat(follow_symlinks=False) for entry in entries]
+    except OSError:
+        return 0
+    return sum(status.st_blocks * 512 for status in inside if S_ISREG(status.st_mode))
 
 
 def path_of(file: Doomed) -> tuple[Path]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvstore.commit import free_quarantine
-from kvstore.context import Context, Owner
+from kvstore.context import Context, Owner, remove_staged
 from kvstore.directory import CACHEDIR_TAG, write_file
 from kvstore.eviction import PROTECT_NS, young
 from kvstore.fsck.findings import Action, Problem
@@ -125,10 +125,7 @@ class _Repair:
         if young(newest(problem.path), 0, self._context.clock(), PROTECT_NS):
             problem.left("left, because something was written there just now")
             return
-        for name in os.listdir(problem.path):
-            if STAGED.fullmatch(name):
-                self._fs.unlink(problem.path / name)
-        self._fs.remove_dir(problem.path)
+        remove_staged(self._fs, problem.path, STAGED.fullmatch)
         problem.solved("removed")
 
     def set_aside_unreachable(self, problems: Sequence[Problem]) -> None:

@@ -688,9 +688,11 @@ def test_staging_that_is_written_to_again_before_its_repair_stays(root):
 def test_stale_staging_with_something_else_in_it_stays(root):
     folder = staging(root, gone_pid())
     (folder / "my notes").write_text("x")
+    for name in "09af":
+        (folder / name).mkdir()
     (finding,) = run(root, repair=True).findings
     assert not finding.corrected
-    assert os.listdir(folder) == ["my notes"]
+    assert sorted(os.listdir(folder)) == ["0", "9", "a", "f", "my notes"]
 
 
 def test_a_link_for_quarantine_is_not_followed(root):

@@ -389,11 +389,17 @@ def test_staging_of_the_dead_goes_and_of_the_living_stays(writer):
 
 
 def test_a_staging_folder_with_something_strange_in_it_is_passed_over(writer):
+    """A file server puts a folder into every folder. What lies beside it may be gigabytes of a killed publish."""
     folder = writer.context.layout.tmp / f"{this_process().host}.0badb007.1.00000003"
-    (folder / "folder").mkdir(parents=True)
+    for name in ("0", "7", "f"):  # none, one or two of these come before the files, in whatever order they are listed
+        (folder / name).mkdir(parents=True)
+    for name in range(1, 7):
+        (folder / str(name)).write_bytes(bytes(1 << 20))
+    before = usage(writer.context)
     report = gc(writer.path)
     assert (report.staging, report.failed, report.error) == (0, 1, "")
-    assert (folder / "folder").exists()
+    assert sorted(os.listdir(folder)) == ["0", "7", "f"]
+    assert report.freed_bytes == before - usage(writer.context) >= 6 << 20
 
 
 def test_quarantine_is_emptied_when_old_and_only_for_room(writer):

@@ -327,6 +327,18 @@ def test_closing_removes_this_process_staging_and_nobody_elses(tmp_path):
     assert os.listdir(tmp_path / "cache" / "tmp") == []
 
 
+def test_closing_leaves_nothing_beside_what_it_cannot_remove(tmp_path):
+    """A file server puts a folder into every folder."""
+    store = open_store(tmp_path / "s")
+    for _ in range(3):
+        os.close(store.context.staging.create()[0])
+    folder = store.context.staging._folder
+    for name in ("0", "7", "f"):
+        (folder / name).mkdir()
+    store.close()
+    assert sorted(os.listdir(folder)) == ["0", "7", "f"]
+
+
 def test_a_staging_folder_that_was_cleaned_away_is_made_again(tmp_path):
     with open_store(tmp_path / "cache") as store:
         space = store.namespace(INFO)
