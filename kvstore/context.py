@@ -163,8 +163,8 @@ class Staging:
 
 
 def remove_staged(fs: FileSystem, folder: Path, is_staged: Callable[[str], object] = lambda _name: True) -> None:
-    """Remove a staging folder. A name that cannot go (a folder that a file server made) keeps the folder, and nothing else
-    in it: the first OSError of such a name is raised when all were tried.
+    """Remove a staging folder. A name that cannot go (a folder that a file server made) keeps the folder, and nothing
+    else in it: the first OSError of such a name is raised when all were tried.
     """
     stuck: OSError | None = None
     for name in filter(is_staged, os.listdir(folder)):
