@@ -1,7 +1,7 @@
 """Keep the directory within its budget while a server runs, and its writes worth their wear.
 
-Runs on the writer thread, but for asked and refuses. The directory is measured once, before the first write, and again
-by each collection; in between what was written is added up. Other processes' writes are noticed at the next
+Runs on the writer thread, but for asked, refuses and outlook. The directory is measured once, before the first write,
+and again by each collection; in between what was written is added up. Other processes' writes are noticed at the next
 measurement, which is forced after a gibibyte of our own, or a tenth of the smallest quota of a namespace.
 
 A full directory takes a new node only when it is warmer than the coldest leaf (kvstore.admission). How warm that one is
@@ -148,26 +148,29 @@ class Housekeeping:
         return None if refusal is None else self._refuse(refusal, size)
 
     def refuses(self, size: int, namespace: Namespace, tokens: bytes) -> bool:
-        """Whether make_room would say no to the node at the end of these tokens, as far as is known without a look.
+        """Whether the outlook of a node is a no; counted as a no of make_room is."""
+        refusal = self.outlook(size, namespace, tokens)
+        if refusal is not None:
+            self._refuse(refusal, size)
+        return refusal is not None
+
+    def outlook(self, size: int, namespace: Namespace, tokens: bytes) -> Refusal | None:
+        """What make_room would say to the node at the end of these tokens, as far as is known without a look.
 
         On the generation thread: what will not be written need not be copied first. Of a full directory the last
-        collection tells, of full chunks only. Counted as a no of make_room is.
+        collection tells, of full chunks only.
         """
         if self._limit is not None and not self._limit.allows(size, self._monotonic()):
-            self._refuse(Refusal.LIMIT, size)
-            return True
+            return Refusal.LIMIT
         if len(tokens) % (namespace.interval * TOKEN_BYTES):
-            return False
+            return None
         coldest, used = self._coldest, self._used
         if coldest is None or used is None or used + size <= self._budget:
-            return False
+            return None
         path = namespace.names(tokens)
         parent = path[-2] if len(path) > 1 else None
         warmth = self._warmth.wanted(path[-1], parent, self._store.context.clock())
-        if coldest < warmth - self._warmth.margin_ns:
-            return False
-        self._refuse(Refusal.WARM, size)
-        return True
+        return None if coldest < warmth - self._warmth.margin_ns else Refusal.WARM
 
     def _look(self, stands_on: Container[Path]) -> int:
         """What the directory takes. Namespaces over their quotas are cut back, which the budget alone may never do."""

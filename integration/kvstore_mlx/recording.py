@@ -32,7 +32,8 @@ class Recording:
     Each step of the engine is told with the caches it left: those of one sequence, or of a batch and the sequence's
     index in it; exactly is the number of tokens they must hold in every layer (None: see Live).
 
-    saved: for each form of the model's caches, tokens of the prompt that blocks in the store hold already. known:
+    saved: for each form of the model's caches, tokens of the prompt that blocks in the store hold already; nothing is
+    saved of a form that is not in it, because writing it had failed when the prompt was looked up. known:
     tokens whose KV was not made by this request's prefill (they came from memory or disk). boundaries: where states are
     wanted. decoded: whether what is known may have been decoded. prompt_end: tokens that the prefill computes (all but
     one when None). prefill_only: save nothing that was decoded, nor what was computed upon it: a later prefill of the
@@ -97,6 +98,16 @@ class Recording:
         """Whether first_token still has something to do."""
         return self._prompt_due and not self._failed
 
+    def prepare(self) -> None:
+        """Called when a prefill begins: the memory for its first copy is made ready while it is computed."""
+        form = next((form for form in reversed(self._saved) if form.least <= len(self._tokens)), None)
+        if form is None or self._failed:
+            return
+        first = self._saved[form]
+        end = min((first // form.interval + 1) * form.interval, self._prompt_end)
+        if end > first and end >= MIN_TOKENS:
+            self._writer.prepare(form, self._until(end), form.plan.token_bytes * (end - first))
+
     def wants(self, done: int) -> bool:
         """Whether there is anything to save when done tokens are computed; cheap, asked after every step."""
         if self._failed:
@@ -112,7 +123,7 @@ class Recording:
         end = exactly // form.interval * form.interval
         if exactly in self._boundaries:
             self._boundaries.discard(exactly)
-            if form.stateful:
+            if form.stateful and form in self._saved:
                 self._held[exactly] = form, self._state(live, decode=self._decoded)
                 # The end of the prompt waits for the first token; its state cannot.
                 end = exactly if exactly < self._prompt_end else end
@@ -145,7 +156,7 @@ class Recording:
         self.first_token(caches, None, exactly)
         form, live = self._space.look(caches, None, exactly)
         end = min(live.count, len(self._tokens))
-        if self._prefill_only and end > self._prompt_end:
+        if form not in self._saved or (self._prefill_only and end > self._prompt_end):
             return
         if (form.stateful or logits is not None) and end == live.count and end > self._known:
             decode = self._decoded or end > self._prompt_end
@@ -159,8 +170,8 @@ class Recording:
     def _save(self, form: Form, live: Live, end: int) -> None:
         """Queue tokens up to end that are not saved yet, and states; a full queue leaves them for the next time."""
         states = {at: state for at, (of, state) in self._held.items() if of is form and MIN_TOKENS <= at <= end}
-        first = self._saved[form]
-        if self._failed or end < MIN_TOKENS or (end <= first and not states):
+        first = self._saved.get(form)
+        if first is None or self._failed or end < MIN_TOKENS or (end <= first and not states):
             return
         if form.most is not None and live.count > form.most:
             return

@@ -122,6 +122,8 @@ class Session:
         decoded = known > 0 and not self._saving.prefill_only
         keep = bool(saved) and self._gate is not None and self._gate.worth_saving(len(tokens))
         recording = self._record(tokens, saved, known, decoded=decoded, ends=ends) if keep else None
+        if recording is not None:
+            recording.prepare()
         self._count(len(tokens), restored, recording)
         caches = self._make() if restored is None else restored.caches
         logits = None if restored is None else restored.logits

@@ -171,6 +171,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
                 gate.restored(restored)
         if saved and gate.worth_saving(len(tokens)):
             self._pending = self._record(space, tokens, saved, reused)
+            self._pending.prepare()
         milliseconds = (time.perf_counter() - started) * 1e3
         near = self._nearest(found, prompt, reused)
         log.info(

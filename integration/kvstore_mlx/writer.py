@@ -162,8 +162,13 @@ class Writer:
         """Say that a request looked a prompt up, whatever it found; called on the engine's thread."""
         self.prefilling()
         self._housekeeping.asked(form.namespace, match)
-        new = len(match.tokens) // TOKEN_BYTES - match.count
-        self.expect(form.plan.token_bytes * min(new, form.interval))
+
+    def prepare(self, form: Form, tokens: bytes, size: int) -> None:
+        """Say that size bytes will be copied for the node at the end of these tokens. Nothing is made ready for what
+        would be refused; called on the engine's thread.
+        """
+        if self._housekeeping.outlook(size, form.namespace, tokens) is None:
+            self.expect(size)
 
     def prefilling(self) -> None:
         """Say that the engine computes a prompt just now."""

@@ -20,7 +20,7 @@ from kvstore_mlx.buffers import address_phase
 from kvstore_mlx.engine import RecordingBatchGenerator, recording_stream_generate
 from kvstore_mlx.forms import Form, ModelSpace
 from kvstore_mlx.gate import Gate
-from kvstore_mlx.housekeeping import Housekeeping
+from kvstore_mlx.housekeeping import Housekeeping, Refusal
 from kvstore_mlx.restoring import Restored
 from kvstore_mlx.spaces import Settings, make_space
 from kvstore_mlx.tier import TieredPromptCache
@@ -180,6 +180,33 @@ class TestServed:
                 tier.insert_cache(KEY, response.all_tokens[:], response.prompt_cache)
                 ended += 1
         return ended
+
+    @pytest.mark.parametrize(
+        ("tokens", "least", "prepared"),
+        [
+            (INTERVAL * 3, 1, INTERVAL),
+            (MIN_TOKENS + 1, 1, MIN_TOKENS),
+            (MIN_TOKENS, 1, 0),
+            (INTERVAL * 3, INTERVAL * 4, 0),
+        ],
+    )
+    def test_memory_is_made_ready_for_what_will_be_saved(
+        self, store, tier, writer, monkeypatch, tokens, least, prepared
+    ):
+        asked = []
+        monkeypatch.setattr(writer, "expect", asked.append)
+        tier._saving = Saving(min_tokens=least)
+        tier.fetch_nearest_cache(KEY, prompt_of(tokens))
+        (form,) = tier._spaces.of(KEY).forms
+        assert asked == ([prepared * form.plan.token_bytes] if prepared else [])
+
+    def test_no_memory_is_made_ready_for_what_would_be_refused(self, tier, writer, monkeypatch):
+        asked = []
+        monkeypatch.setattr(writer, "expect", asked.append)
+        monkeypatch.setattr(Housekeeping, "outlook", lambda *_: Refusal.WARM)
+        tier.fetch_nearest_cache(KEY, prompt_of(INTERVAL * 3))
+        assert asked == []
+        assert writer._housekeeping.refused == {}, "it is counted when it would be copied"
 
     def test_to_wait_for_others_is_no_part_of_a_prefill(self, generator, tier, monkeypatch):
         told = []
