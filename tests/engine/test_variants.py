@@ -5,11 +5,16 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import shutil
 import time
 
+import mlx.core as mx
 import pytest
 from conftest import TINY_LLAMA, make_model
 from engine_support import conversation, wait_saved
+from mlx.utils import tree_flatten
+from mlx_lm import load
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
 FLAGS = ("--kv-cache-interval", "256")
 
@@ -79,6 +84,57 @@ def test_models_swapped_within_one_server(serve, tiny_llama, other_llama, tmp_pa
     first, other, again = re.findall(r"uses namespace (\w+)", server.log)
     assert first == again != other
     assert "Traceback" not in server.log
+
+
+def lora(folder, model, seed):
+    """An adapter with random weights, as mlx_lm.lora saves one."""
+    settings = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": ["self_attn.k_proj", "self_attn.v_proj"]}
+    loaded, _ = load(str(model))
+    linear_to_lora_layers(loaded, 2, settings)
+    weights = {name: array for name, array in tree_flatten(loaded.parameters()) if ".lora_" in name}
+    keys = mx.random.split(mx.random.key(seed), len(weights))
+    weights = {
+        name: mx.random.normal(array.shape, key=key) for (name, array), key in zip(weights.items(), keys, strict=True)
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / "adapters.safetensors").unlink(missing_ok=True)
+    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
+    config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": settings}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("what", ["weights", "adapter"])
+def test_a_model_that_is_replaced_in_place_is_another_one(serve, tiny_llama, other_llama, tmp_path, what):
+    """In memory as in the directory: mlx-lm's prompt cache knows it by its path, and would hand out the old one's KV,
+    which the new one's namespace would then hold for ever.
+    """
+    live, directory = tmp_path / "live", tmp_path / "cache"
+    if what == "weights":
+        shutil.copytree(tiny_llama, live)
+        request = {"model": str(live)}
+    else:
+        lora(live, tiny_llama, 1)
+        request = {"model": str(tiny_llama), "adapters": str(live)}
+    server = serve(tiny_llama, "--kv-cache-dir", str(directory), *FLAGS)
+    before = server.chat(conversation(2), **request)
+    if what == "weights":
+        (live / "model.safetensors").unlink()
+        shutil.copy(other_llama / "model.safetensors", live / "model.safetensors")
+    else:
+        lora(live, tiny_llama, 2)
+    # It is loaded again when another one was asked for meanwhile.
+    server.chat(conversation(1), model=str(tiny_llama))
+    fresh = serve(tiny_llama)
+    expected = fresh.chat(conversation(3), **request)
+    assert fresh.chat(conversation(2), **request).ids != before.ids, "it was replaced by one that says the same"
+    replaced = server.chat(conversation(3), **request)
+    assert replaced.ids == expected.ids
+    assert replaced.cached_tokens == 0
+    wait_saved(server, directory, replaced.prompt_tokens)
+    assert server.stop() == 0
+    again = serve(tiny_llama, "--kv-cache-dir", str(directory), *FLAGS).chat(conversation(3), **request)
+    assert again.ids == expected.ids
+    assert again.cached_tokens == again.prompt_tokens - 1
 
 
 def test_a_text_completion(serve, tiny_llama, tmp_path):
