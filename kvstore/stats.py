@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -176,9 +176,12 @@ def _fold(context: Context, above: int) -> None:
     files = {name: found for name in _names(context) if (found := _read(context, name)) is not None}
     rows: dict[str, Row] = {}
     gone = []
+    size = 0
     for name, found in files.items():
-        if (_FOLDED.fullmatch(name) or _is_gone(name, found, now)) and len(rows) + len(found) <= _MAX_FOLDED:
+        fits = len(rows) + len(found) <= _MAX_FOLDED and size + len(_encode(found)) <= _MAX_BYTES
+        if fits and (_FOLDED.fullmatch(name) or _is_gone(name, found, now)):
             _join(rows, found)
+            size += len(_encode(found))
             gone.append(name)
     if len(gone) > max(above, 1):
         put_file(context, context.layout.stats / f"folded.{secrets.token_hex(4)}.json", [_encode(rows)])
@@ -217,8 +220,8 @@ def merge_stats(source: Context, target: Context) -> None:
     theirs, ours = read_stats(source).rows, read_stats(target).rows
     new = {writer: _larger(row, ours.get(writer)) for writer, row in theirs.items()}
     new = {writer: row for writer, row in new.items() if row != ours.get(writer)}
-    if new:
-        put_file(target, target.layout.stats / f"folded.{secrets.token_hex(4)}.json", [_encode(new)])
+    for data in _documents(new) if new else ():
+        put_file(target, target.layout.stats / f"folded.{secrets.token_hex(4)}.json", [data])
 
 
 def _names(context: Context) -> list[str]:
@@ -249,6 +252,17 @@ def _row(row: Mapping[str, object]) -> Row:
             raise ValueError(f"{name} is no count")
         numbers[name] = value
     return Row(numbers.pop("began", 0), numbers.pop("updated", 0), numbers)
+
+
+def _documents(rows: Mapping[str, Row]) -> Iterator[bytes]:
+    """Rows as files that a reader takes: neither too many nor too many bytes. One row that is too large stays out."""
+    data = _encode(rows)
+    if len(rows) <= MAX_ROWS and len(data) <= _MAX_BYTES:
+        yield data
+    elif len(rows) > 1:
+        items, half = list(rows.items()), len(rows) // 2
+        yield from _documents(dict(items[:half]))
+        yield from _documents(dict(items[half:]))
 
 
 def _encode(rows: Mapping[str, Row]) -> bytes:

@@ -281,6 +281,49 @@ def test_a_merge_counts_each_process_once_at_its_latest(tmp_path):
             assert read_stats(a.context).rows == read_stats(b.context).rows
 
 
+def write_folded(store, files: int, rows: int, **counts: int) -> None:
+    """Rows as a fold or a merge left them, in several files."""
+    folder = store.path / "stats"
+    folder.mkdir(exist_ok=True)
+    for file in range(files):
+        found = {
+            f"{GONE}.{1 + file * rows + row}.{row:08x}": {"began": 1, "updated": 1000 + row, **counts}
+            for row in range(rows)
+        }
+        (folder / f"folded.{file:08x}.json").write_text(json.dumps({"format": 1, "rows": found}))
+
+
+def test_a_merge_of_thousands_of_processes_writes_what_a_reader_takes(tmp_path):
+    with open_store(tmp_path / "a") as a, open_store(tmp_path / "b") as b:
+        write_folded(a, 4, 1000, **dict.fromkeys(COUNTERS, 10**11))
+        expected = read_stats(a.context)
+        assert len(expected.rows) == 4000
+        for _ in range(2):
+            merge_stats(a.context, b.context)
+            found = read_stats(b.context)
+            assert (found.rows, found.unreadable) == (expected.rows, 0)
+        files = names(b)
+        merge_stats(a.context, b.context)
+        assert names(b) == files
+        for _ in range(20):
+            fold(b.context)
+        found = read_stats(b.context)
+        assert [found.total(name) for name in COUNTERS] == [expected.total(name) for name in COUNTERS]
+        assert len(names(b)) == 1
+
+
+def test_counters_to_come_may_be_large_and_are_not_folded_into_what_no_reader_takes(one, tmp_path):
+    unknown = {f"a counter of version {number} that is not known yet": 2**62 for number in range(25)}
+    write_folded(one, 3, 250, requests=1, **unknown)
+    with open_store(tmp_path / "other") as other:
+        for store in (one, other):
+            merge_stats(one.context, other.context)
+            for _ in range(3):
+                fold(store.context)
+            found = read_stats(store.context)
+            assert (found.total("requests"), found.unreadable) == (750, 0)
+
+
 counts = st.dictionaries(st.sampled_from("abcde"), st.integers(0, 9), max_size=5)
 
 
