@@ -57,6 +57,20 @@ def test_each_boundary_copies_only_what_is_new(form, writer):
     assert all(not live.states for live in (*steps, first, end))
 
 
+def test_a_form_that_is_off_is_neither_copied_nor_missed(stateful, writer):
+    """What the lookup left out, because its writes read back otherwise, may still be what the caches have."""
+    recording = Recording(
+        FakeSpace(stateful), writer, range(1, 301), saved={}, known=0, decoded=False, boundaries=[128, 256]
+    )
+    lives = [*look(recording, 128, 256), FakeLive(301), FakeLive(310)]
+    recording.first_token(lives[2], None, 301)
+    recording.finished(lives[3], 310, range(1, 311))
+    assert all(live.copied == [] and not live.states for live in lives)
+    assert not recording._held
+    assert writer.drain(10)
+    assert stateful.namespace.lookup(range(1, 311)).count == 0
+
+
 def test_decoded_tokens_are_marked(form, writer):
     prompt = list(range(1, 121))
     recording = record(form, writer, prompt)

@@ -11,6 +11,7 @@ import pytest
 from mlx_lm import load, stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
+from session_support import decode, forwarded, prompt_of, session_of
 
 import kvstore
 import kvstore_mlx
@@ -201,6 +202,38 @@ def test_what_is_cheaper_is_measured_when_asked(opened):
         for _ in range(30):
             gate.restored(Restored(201, [], 0, 1 << 20, 60.0))
         assert cache.prefill([*prompts[-1], 6]).cached_tokens == 0
+
+
+@pytest.mark.parametrize("off", ["plain", "quantized"])
+@pytest.mark.parametrize("tokens", [90, 220])
+def test_a_form_that_cannot_be_saved_is_no_error(tmp_path, off, tokens):
+    """A prompt has one form while it is short and another when it is long; one of them is off."""
+    prompt = prompt_of(tokens)
+    with session_of(tmp_path / "cache", "llama", kv_bits=8, kv_group_size=32, quantized_kv_start=100) as cache:
+        forms = dict(zip(("plain", "quantized"), cache._space.forms, strict=True))
+        forms[off].trouble = "the disk lies"
+        run = cache.prefill(prompt)
+        ids, _ = decode(cache, run, 4)
+        cache.finish(run, forwarded(prompt, ids))
+        cache.publish(forwarded(prompt, ids), run.caches, decoded=True)
+        assert cache.flush()
+        found = {name: form.namespace.lookup(prompt).count for name, form in forms.items()}
+        assert found[off] == 0
+        has = "plain" if tokens == 90 else "quantized"
+        assert found[has] == (0 if has == off else tokens)
+
+
+def test_a_session_whose_only_form_is_off_computes(tmp_path):
+    prompt = prompt_of(200)
+    with session_of(tmp_path / "cache", "llama") as cache:
+        (form,) = cache._space.forms
+        form.trouble = "the disk lies"
+        run = cache.prefill(prompt)
+        cache.publish(prompt, run.caches, logits=run.logits)
+        assert run.recording is None
+        assert cache.restore(prompt) is None
+        assert cache.flush()
+        assert form.namespace.lookup(prompt).count == 0
 
 
 def test_writes_are_bounded_when_asked(opened):
