@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from kvstore.admission import Warmth
 from kvstore.context import Context
 from kvstore.layout import NodeName
 from kvstore.marking import Marks
+from kvstore.pacing import paced
 from kvstore.scan import HashedFile, NodeFile
 
 __all__ = [
@@ -123,16 +124,17 @@ def choose(
     need: int,
     now_ns: int,
     over: Mapping[str, int] | None = None,
+    rest: Callable[[], None] = lambda: None,
 ) -> Plan:
     """Victims that are too old, then those of namespaces that are over their quotas by so many bytes, then as many more
-    as free need bytes on disk, if there are enough.
+    as free need bytes on disk, if there are enough. rest is called every few nodes.
     """
-    families = _Families(context, marks, blocks, policy, now_ns)
+    families = _Families(context, marks, blocks, policy, now_ns, rest=rest)
     plan = families.plan
     if policy.older_than_ns is not None:
         families.take_older(now_ns - policy.older_than_ns)
     for namespace, size in (over or {}).items():
-        own = _Families(context, marks, blocks, replace(policy, namespace=namespace, warm_ns=None), now_ns)
+        own = _Families(context, marks, blocks, replace(policy, namespace=namespace, warm_ns=None), now_ns, rest=rest)
         own.take_contained(size)
         own.take(size)
         families.take_these(own.plan.victims)
@@ -150,13 +152,21 @@ class _Families:
     """
 
     def __init__(
-        self, context: Context, marks: Marks, blocks: Mapping[bytes, HashedFile], policy: Policy, now_ns: int
+        self,
+        context: Context,
+        marks: Marks,
+        blocks: Mapping[bytes, HashedFile],
+        policy: Policy,
+        now_ns: int,
+        *,
+        rest: Callable[[], None],
     ) -> None:
         self._context = context
         self._marks = marks
         self._blocks = blocks
         self._policy = policy
         self._now = now_ns
+        self._rest = rest
         self.plan = Plan()
         parsed = ((NodeName.parse(path.name), used) for path, used in list(context.recent.items()))
         self._recent = {found[0].key: used for found, used in parsed if found is not None}
@@ -167,7 +177,7 @@ class _Families:
         self._kv: dict[str, int] = {}
         self._state: dict[str, int] = {}
         self._used: dict[str, int] = {}
-        for index, node in enumerate(marks.nodes):
+        for index, node in enumerate(paced(marks.nodes, rest)):
             file, name = node.file, _name(node.file)
             (self._kv if file.kind == "kv" else self._state)[name] = index
             self._waiting[_above(file)] += 1
@@ -175,7 +185,7 @@ class _Families:
         # A damaged manifest may name any block of its chunk, and those are its siblings': they stay until it is gone.
         self._unsure = {_above(node.file) + node.file.kind for node in marks.unreadable}
         self._pass_up()
-        self._heap = [entry for name in self._used if (entry := self._ready(name))]
+        self._heap = [entry for name in paced(self._used, rest) if (entry := self._ready(name))]
         heapq.heapify(self._heap)
 
     def take_older(self, limit_ns: int) -> None:
@@ -226,7 +236,7 @@ class _Families:
     def _pass_up(self) -> None:
         """Let every node be as recently used as what is below it: newest first, so that each is passed once."""
         used = self._used
-        for start in sorted(used, key=used.__getitem__, reverse=True):
+        for start in paced(sorted(used, key=used.__getitem__, reverse=True), self._rest):
             time, name = used[start], start
             while (index := self._kv.get(name, self._state.get(name))) is not None:
                 name = _above(self._marks.nodes[index].file)
@@ -247,6 +257,7 @@ class _Families:
         """Plan to remove a manifest, and let what waited for it be taken. What must stay keeps its ancestors too."""
         if index in self._taken:
             return
+        self._rest()
         node = self._marks.nodes[index]
         if not self._allowed(index):
             if not self._is_callers(index):

@@ -44,6 +44,7 @@ from kvstore.errors import KVStoreError
 from kvstore.eviction import GRACE_NS, PROTECT_NS, Plan, Policy, choose, clock_was_ahead, is_protected, young
 from kvstore.locks import gc_lock
 from kvstore.marking import Marked, Marks, mark
+from kvstore.pacing import paced
 from kvstore.scan import HashedFile, NodeFile, Scan, appeared, free_bytes, scan, usage
 from kvstore.sweep import Doomed, Pause, Sweeper, batches, changed, in_disk_order, path_of
 
@@ -61,6 +62,9 @@ asked, and a staged file is written and renamed within seconds."""
 QUARANTINE_NS = 30 * 24 * 3600 * 10**9
 """What fsck set aside is kept this long for a person to look at, and longer while there is room."""
 
+_LONGEST_REST_S = 1.0
+"""A hold of the lock is ten milliseconds of work at once, and a server's share of it may be one or two hundredths."""
+
 _ROUND = 8192
 """Manifests removed before their folders are synced and their blocks follow: there are 256 folders a namespace to sync,
 so the more share one the better; a kill in between leaves the blocks of these for a later collection."""
@@ -77,7 +81,8 @@ class GcReport:
     files that stayed because they were written while the clock was ahead. unmet_bytes: still missing to what
     the policy asked for; over_quota_bytes: to what its quotas allow. coldest_ns: no leaf that was left is colder (see
     kvstore.admission); None when there is none. busy: another collection runs and nothing was done. error: one
-    sentence, why it stopped; what was removed until then is counted.
+    sentence, why it stopped; what was removed until then is counted. rested_seconds: of mark_seconds and sweep_seconds,
+    what was spent at rest, beside an engine at work (kvstore.pacing).
     """
 
     dry_run: bool = False
@@ -104,6 +109,7 @@ class GcReport:
     future: int = 0
     mark_seconds: float = 0.0
     sweep_seconds: float = 0.0
+    rested_seconds: float = 0.0
 
 
 def collect(
@@ -152,7 +158,8 @@ class _Collection:
         self._pause = pause
         self._progress = progress
         self._doomed = 0
-        self._sweeper = Sweeper(context, pause, dry_run=policy.dry_run, told=self._tell)
+        self._rest = context.pace.resting(_LONGEST_REST_S)
+        self._sweeper = Sweeper(context, pause, dry_run=policy.dry_run, told=self._tell, rest=self._rest)
         self._now = context.clock()
         self._free = 0
         self._of_namespace = 0
@@ -170,6 +177,7 @@ class _Collection:
         except (OSError, KVStoreError) as error:
             report.error = _sentence(error)
         report.sweep_seconds = time.monotonic() - started - report.mark_seconds
+        report.rested_seconds = self._rest.seconds
         report.freed_bytes = sweeper.freed
         report.after_bytes = report.before_bytes - sweeper.freed
         report.skipped, report.failed = sweeper.skipped, sweeper.failed
@@ -179,14 +187,14 @@ class _Collection:
     def _look(self) -> tuple[Scan, Marks]:
         """All files, and what the manifests name."""
         report, policy = self._report, self._policy
-        found = scan(self._context, lambda files: self._progress("files", files, 0))
+        found = scan(self._context, lambda files: self._progress("files", files, 0), self._rest)
         report.before_bytes = found.tally.allocated
         report.foreign = found.tally.foreign
         self._pause("scanned")
         with self._sweeper.lock():  # the fence
             pass
-        fresh = appeared(self._context.layout, found.nodes)
-        marks = mark(self._context, found.nodes, fresh, partial(self._progress, "manifests"))
+        fresh = appeared(self._context.layout, found.nodes, self._rest)
+        marks = mark(self._context, found.nodes, fresh, partial(self._progress, "manifests"), self._rest)
         report.damaged = len(marks.unreadable)
         if policy.min_free is not None:
             self._free = free_bytes(self._context)
@@ -206,7 +214,16 @@ class _Collection:
         if need > 0:
             need -= self._remove_quarantined(found, need)
         over = self._over_quota(found, marks)
-        plan = choose(self._context, marks, found.blocks, self._policy, need=need, now_ns=self._now, over=over)
+        plan = choose(
+            self._context,
+            marks,
+            found.blocks,
+            self._policy,
+            need=need,
+            now_ns=self._now,
+            over=over,
+            rest=self._rest,
+        )
         self._report.coldest_ns = plan.coldest_ns
         self._pause("planned")
         self._doomed = self._sweeper.freed + plan.freed
@@ -269,7 +286,8 @@ class _Collection:
         """Remove blocks that no manifest names, once they are past grace, and unless a manifest that could not be read
         may name them: one that changed within the day, one of a newer version, or those in a hidden folder.
         """
-        orphans = [block for digest, block in found.blocks.items() if digest not in marks.named]
+        every = paced(found.blocks.items(), self._rest)
+        orphans = [block for digest, block in every if digest not in marks.named]
         old = [block for block in orphans if not young(block.mtime_ns, block.ctime_ns, self._now, GRACE_NS)]
         if found.tally.hidden or any(
             node.unreadable == "newer" or young(node.file.mtime_ns, node.file.ctime_ns, self._now, GRACE_NS)
@@ -305,7 +323,7 @@ class _Collection:
             unnamed: list[HashedFile] = []
             # In this order: children's before their parents', as far as they differ.
             folders: dict[tuple[str, str], None] = {}
-            with self._sweeper.in_short_holds(in_disk_order(victims, marks), manifest_of) as held:
+            with self._sweeper.in_short_holds(in_disk_order(victims, marks, self._rest), manifest_of) as held:
                 for index in held:
                     node = marks.nodes[index]
                     name, above = node.file.namespace + node.file.key, node.file.namespace + node.file.parent

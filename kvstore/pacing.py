@@ -9,11 +9,12 @@ for a core, not to who waits for memory or for the processor's caches.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from kvstore.keys import Buffer
 
-__all__ = ["Pace", "slices"]
+__all__ = ["Pace", "Rest", "paced", "slices"]
 
 _SLICE = 1 << 20
 """Bytes between two rests: less than a millisecond of work, and a multiple of every element."""
@@ -24,12 +25,22 @@ _LONGEST_REST_S = 0.05
 
 _LOOK_AGAIN_S = 0.02
 
+_T = TypeVar("_T")
+
 
 def slices(part: Buffer) -> Iterator[memoryview]:
     """A buffer's bytes in pieces between which one may rest."""
     view = memoryview(part).cast("B")
     for at in range(0, view.nbytes, _SLICE):
         yield view[at : at + _SLICE]
+
+
+def paced(items: Iterable[_T], rest: Callable[[], None], every: int = 64) -> Iterator[_T]:
+    """The same items, with a chance to rest before each of so many."""
+    for number, item in enumerate(items):
+        if not number % every:
+            rest()
+        yield item
 
 
 class Pace:
@@ -62,26 +73,38 @@ class Pace:
         for batch in self.batches(parts):
             yield from batch
 
-    def resting(self) -> Callable[[], None]:
-        """What is to be called between pieces of work: it rests for what was done since it was made or called last.
+    def resting(self, longest: float = _LONGEST_REST_S) -> Rest:
+        """What is to be called between pieces of work: see Rest. longest: seconds of one rest."""
+        return Rest(self, longest)
 
-        That is measured in processor time: while a full disk makes the work wait, it disturbs nobody.
+    def rest(self, worked: float, longest: float) -> float:
+        """Rest as long as the share asks, which may change meanwhile: nobody sleeps on while somebody waits. How long
+        it was.
         """
-        began = time.thread_time()
-
-        def rest() -> None:
-            nonlocal began
-            worked = time.thread_time() - began
-            if worked >= _WORTH_A_REST_S:
-                self._rest(worked)
-                began = time.thread_time()
-
-        return rest
-
-    def _rest(self, worked: float) -> None:
-        """Rest as long as the share asks, which may change meanwhile: nobody sleeps on while somebody waits."""
         rested = 0.0
-        while self.share is not None and (left := min(worked * (1 / self.share() - 1), _LONGEST_REST_S) - rested) > 0:
+        while self.share is not None and (left := min(worked * (1 / self.share() - 1), longest) - rested) > 0:
             nap = min(left, _LOOK_AGAIN_S)
             self._sleep(nap)
             rested += nap
+        return rested
+
+
+class Rest:
+    """To be called between pieces of work, on one thread: it rests for what was done since it was made or called last.
+
+    That is measured in processor time: while a full disk makes the work wait, it disturbs nobody. seconds: of all rests
+    so far.
+    """
+
+    def __init__(self, pace: Pace, longest: float) -> None:
+        self._pace = pace
+        self._longest = longest
+        self._began = time.thread_time()
+        self.seconds = 0.0
+
+    def __call__(self) -> None:
+        """Rest if there is reason to."""
+        worked = time.thread_time() - self._began
+        if worked >= _WORTH_A_REST_S:
+            self.seconds += self._pace.rest(worked, self._longest)
+            self._began = time.thread_time()

@@ -19,6 +19,7 @@ from kvstore.holds import ShortHolds
 from kvstore.layout import Layout
 from kvstore.locks import publish_lock
 from kvstore.marking import Marks
+from kvstore.pacing import paced
 from kvstore.scan import HashedFile, NodeFile
 
 __all__ = ["Doomed", "Pause", "Sweeper", "batches", "changed", "in_disk_order", "path_of"]
@@ -55,15 +56,22 @@ class Doomed(NamedTuple):
 class Sweeper:
     """Removes files and counts: freed bytes on disk, files skipped because they changed, and those it failed at.
 
-    told: called with freed bytes after each hold of the lock.
+    told: called with freed bytes after each hold of the lock, and rest then, too: never while it is held.
     """
 
     def __init__(
-        self, context: Context, pause: Pause, *, dry_run: bool, told: Callable[[int], None] = lambda _: None
+        self,
+        context: Context,
+        pause: Pause,
+        *,
+        dry_run: bool,
+        told: Callable[[int], None] = lambda _: None,
+        rest: Callable[[], None] = lambda: None,
     ) -> None:
         self._context = context
         self._pause = pause
         self._told = told
+        self._rest = rest
         self.dry_run = dry_run
         self.freed = 0
         self.skipped = 0
@@ -83,6 +91,7 @@ class Sweeper:
     def _between(self) -> None:
         self._pause("batch")
         self._told(self.freed)
+        self._rest()
 
     def remove(self, file: Doomed) -> bool:
         """Remove a file that did not change, with the lock held. True when it is gone, whoever removed it."""
@@ -158,23 +167,23 @@ def changed(file: Doomed) -> bool:
     return (status.st_mtime_ns, status.st_ctime_ns) != (file.mtime_ns, file.ctime_ns)
 
 
-def in_disk_order(victims: Sequence[int], marks: Marks) -> list[int]:
+def in_disk_order(victims: Sequence[int], marks: Marks, rest: Callable[[], None] = lambda: None) -> list[int]:
     """The same victims, last inode first, but children before their parents and states before their KV all the same.
 
     Neighbours on disk share the metadata that a removal writes: four times as fast on ext4 as in the order of use. A
-    child was written after its parent as a rule, so the one order hardly disturbs the other.
+    child was written after its parent as a rule, so the one order hardly disturbs the other. rest is called every few.
     """
     files = {index: marks.nodes[index].file for index in victims}
     # What must go before a file, by the name of a node (for both of its files) or with the kind behind it.
     before: dict[str, list[int]] = {}
-    for index, file in files.items():
+    for index, file in paced(files.items(), rest):
         before.setdefault(file.namespace + file.parent, []).append(index)
         if file.kind == "state":
             before.setdefault(file.namespace + file.key + "kv", []).append(index)
     order: list[int] = []
     begun: set[int] = set()
     done: set[int] = set()
-    for last in sorted(victims, key=lambda index: files[index].inode, reverse=True):
+    for last in paced(sorted(victims, key=lambda index: files[index].inode, reverse=True), rest):
         stack = [last]
         while stack:
             index = stack.pop()

@@ -5,7 +5,8 @@ With ``--json`` one document with the fields of kvstore.gc.GcReport, and "direct
     {"directory": "/…", "dry_run": false, "busy": false, "error": "", "before_bytes": 0, "after_bytes": 0,
      "freed_bytes": 0, "unmet_bytes": 0, "over_quota_bytes": 0, "nodes": 0, "states": 0, "blocks": 0, "orphans": 0,
      "staging": 0, "quarantined": 0, "tokenizations": 0, "skipped": 0, "failed": 0, "waiting": 0, "damaged": 0,
-     "foreign": 0, "future": 0, "coldest_ns": null, "mark_seconds": 0.0, "sweep_seconds": 0.0}
+     "foreign": 0, "future": 0, "coldest_ns": null, "mark_seconds": 0.0, "sweep_seconds": 0.0,
+     "rested_seconds": 0.0}
 
 Exit code 1 when another collection runs (nothing is done) or when the collection had to stop early.
 """
