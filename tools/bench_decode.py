@@ -1,8 +1,10 @@
-"""`bench decode`: how fast tokens come while a chunk is being published, over how fast they come without.
+"""`bench decode`: how fast tokens come while a chunk is published or a full directory collected, over without.
 
 One process decodes with a small model; in every second turn the adapter's writer publishes a chunk of an 8B model's KV
 meanwhile, at the pace it has beside an engine at work, or, to compare, at full speed. Only the steps that were made
-while the publish ran are counted, and the same steps are made again alone.
+while the publish ran are counted, and the same steps are made again alone. Then the writer collects a directory of many
+nodes that is a twentieth over its budget, while tokens are made again and again from the same prompt on; before and
+after it they are made alone.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import bench_decode_gc
 from bench_breakeven import MODELS, blas_environment, model_folder
 from bench_child import run_child
+from bench_decoder import Decoder
 from bench_kv import INFO, Payload, Shape, add_shape, prompt, shape_named, shape_of
 from bench_machine import BenchError, OtherWork, conditions, data_folder, need_disk, need_memory
 from bench_plot import Panel
@@ -29,13 +33,14 @@ from kvstore.layout import FANOUT
 
 __all__ = ["HELP", "child", "configure", "panels", "run", "tables"]
 
-HELP = "decode speed while a chunk is being published"
+HELP = "decode speed while a chunk is being published, and during a collection"
 
-_PROMPT = 512
 _WARM_UP = 1
+_NODES = 16_000
+_NODE_BYTES = 17 << 10
+"""What a node of make_big_store takes on disk."""
 _WAYS = ("paced", "full speed")
 """paced: at the share of its time that the writer takes while the engine says that it is at work."""
-_VOCABULARY = 250
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +49,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=MODELS, action="append", help="only this one (default: both)")
     parser.add_argument("--count", type=int, default=2048, help="tokens of the chunk (default: 2048)")
     parser.add_argument("--rounds", type=int, default=9, help="rounds (default: 9)")
+    parser.add_argument(
+        "--nodes", type=int, default=_NODES, help=f"nodes of the directory that is collected (default: {_NODES})"
+    )
+    parser.add_argument("--collections", type=int, default=3, help="collections of each kind (default: 3; 0: none)")
 
 
 def run(options: argparse.Namespace) -> Outcome:
@@ -85,7 +94,23 @@ def run(options: argparse.Namespace) -> Outcome:
                 for way, turns in found.items()
             },
         }
+        if options.collections:
+            document["models"][name]["collection"] = _collected(name, options)
     return Outcome(document, tables(document))
+
+
+def _collected(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    with data_folder(options.dir, keep=options.keep) as folder:
+        need_disk(folder, options.nodes * _NODE_BYTES)
+        job = {
+            "model": str(model_folder(name, folder)),
+            "store": str(folder / "store"),
+            "nodes": options.nodes,
+            "rounds": options.collections,
+        }
+        other = OtherWork()
+        found = run_child("bench_decode_gc", job, blas_environment())
+        return bench_decode_gc.document(found, options.nodes, other.cores())
 
 
 def child(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,7 +119,7 @@ def child(job: Mapping[str, Any]) -> dict[str, Any]:
     from kvstore_mlx.housekeeping import Housekeeping  # noqa: PLC0415 - as above
     from kvstore_mlx.writer import Writer  # noqa: PLC0415 - as above
 
-    decoder = _Decoder(job["model"])
+    decoder = Decoder(job["model"])
     shape = Shape(**job["shape"])
     payload = Payload(shape, job["count"])
     found: dict[str, dict[str, list[float]]] = {
@@ -122,34 +147,7 @@ def child(job: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-class _Decoder:
-    """A model behind a prompt, which makes one token after the other."""
-
-    def __init__(self, path: str) -> None:
-        import mlx.core as mx  # noqa: PLC0415
-        from mlx_lm import load  # noqa: PLC0415 - imports the engine
-        from mlx_lm.models.cache import make_prompt_cache  # noqa: PLC0415 - as above
-
-        self._mx = mx
-        self._model = load(path)[0]
-        self._caches = make_prompt_cache(self._model)
-        text = mx.arange(1, _PROMPT + 1)[None] % _VOCABULARY
-        self._first = self._token = mx.argmax(self._model(text, cache=self._caches)[0, -1])
-        mx.eval(self._token)
-
-    def step(self) -> None:
-        """One token."""
-        self._token = self._mx.argmax(self._model(self._token[None, None], cache=self._caches)[0, -1])
-        self._mx.eval(self._token)
-
-    def begin(self) -> None:
-        """Back to the end of the prompt: the next steps are the same ones again."""
-        self._token = self._first
-        for cache in self._caches:
-            cache.trim(cache.offset - _PROMPT)
-
-
-def _turn(decoder: _Decoder, writer: Any, form: Any, payload: Payload, *, paced: bool) -> dict[str, float]:
+def _turn(decoder: Decoder, writer: Any, form: Any, payload: Payload, *, paced: bool) -> dict[str, float]:
     from kvstore_mlx.writer import Job  # noqa: PLC0415 - imports the engine
 
     def step() -> None:
@@ -216,7 +214,31 @@ def tables(document: dict[str, Any]) -> list[Any]:
         rows,
         f"n = {n}, in turns, median (min to max), durability barrier, BLAS: {Path(document['blas']).name}",
     )
-    return [made]
+    collections = [
+        (MODELS[name], found["collection"]) for name, found in document["models"].items() if "collection" in found
+    ]
+    if not collections:
+        return [made]
+    _, first = collections[0]
+    return [
+        made,
+        table(
+            f"a collection while decoding, {first['nodes']:,} nodes at first, a twentieth removed each time",
+            [
+                "model",
+                "writer",
+                "tokens/s alone",
+                "tokens/s while collecting",
+                "over alone, paired",
+                "collection s",
+                "nodes removed",
+                "cores used by others",
+            ],
+            [row for model, found in collections for row in bench_decode_gc.rows(model, found)],
+            f"n = {first['ways']['paced']['over_alone']['n']}, in turns, median (min to max), durability barrier, "
+            f"BLAS: {Path(document['blas']).name}",
+        ),
+    ]
 
 
 def panels(document: dict[str, Any]) -> list[Panel]:
@@ -225,7 +247,12 @@ def panels(document: dict[str, Any]) -> list[Panel]:
         Panel.of_bars(
             MODELS[name],
             "tokens a second, over alone",
-            {way: Sample.of(turns["over_alone"]["values"]) for way, turns in found["ways"].items()},
+            {
+                f"{what}, {way}": Sample.of(turns["over_alone"]["values"])
+                for what, part in (("publish", found), ("collection", found.get("collection")))
+                if part
+                for way, turns in part["ways"].items()
+            },
             mark=1,
         )
         for name, found in document["models"].items()
