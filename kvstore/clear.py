@@ -1,11 +1,11 @@
 """Delete what a person says must go: everything, or one namespace, however young; or what was not used for some time.
 
 The last is a garbage collection with an age for a limit (kvstore.gc). The others differ from one: youth protects
-nothing, so what a running server has just written goes too, unless it is touched while this works. A node that was
-used, or built upon, since it was looked at stays, with its ancestors. Otherwise locks, fence and order are those of gc,
-and so are the reasons: boundary states before the KV of their node, children before parents, in short batches under the
-publish lock; then the blocks that no manifest names any more. A kill anywhere leaves a valid directory, with
-unreferenced blocks at worst.
+nothing, so what a running server has just written goes too, unless it appears or is touched while this works. A node
+that was used, or built upon, since it was looked at stays, with its ancestors. Otherwise locks, fence and order are
+those of gc, and so are the reasons: boundary states before the KV of their node, children before parents, in short
+batches under the publish lock; then the blocks that no manifest names any more. A kill anywhere leaves a valid
+directory, with unreferenced blocks at worst.
 
 What kvstore did not write is never touched, nor are manifests of a newer version and what they may need.
 """
@@ -136,6 +136,8 @@ class _Clearing:
         newer = {_above(node) for node in marks.nodes if node.unreadable == "newer"}
         # One of a newer version may name any block of its chunk, and those are its siblings'.
         self._kept.update(newer, (_name(node) for node in marks.nodes if _above(node) in newer))
+        # What appeared during the scan was looked at too late to show that it gained a child (see kvstore.eviction).
+        self._kept.update(_name(node) for node in marks.nodes if node.file.file in marks.fresh)
         chosen = _by_node(
             [
                 node

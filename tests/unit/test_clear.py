@@ -15,6 +15,7 @@ from core_support import FAST, INFO, files, open_store, prompt, restore, spans
 from gc_support import DAY, HOUR, TENANT, blocks, check_valid, manifests, named, publish, set_used, state
 from upkeep_support import grow, invoke, invoke_json, later, snapshot
 
+import kvstore.clear
 import kvstore.cli.clear
 from kvstore import FileSystem, MissingParentError, NamespaceInfo, Store, pack_tokens
 from kvstore.clear import ClearReport, clear, clear_unused
@@ -223,6 +224,29 @@ def test_a_node_that_is_used_meanwhile_stays_with_its_ancestors(tmp_path):
     check_valid(tmp_path / "s")
     with open_store(tmp_path / "s", None) as store:
         assert restore(store.namespace(INFO), ONE).tokens == 32
+
+
+def test_a_node_that_appears_meanwhile_stays_with_its_ancestors(tmp_path, monkeypatch):
+    """It is looked at after a publisher made it young for a child whose folder was listed before, so it looks unchanged
+    to the sweep, and the child is not known.
+    """
+    with open_store(tmp_path / "s") as store:
+        space = store.namespace(INFO)
+        publish(space, ONE[:16])
+        publish(space, prompt(20, 3))
+        real = kvstore.clear.appeared
+
+        def between(*args):
+            space.publish(ONE[:32], spans(ONE, 16, 32))
+            first = {file.file for file in real(*args)}
+            space.publish(ONE, spans(ONE, 32, 40))
+            return [file for file in real(*args) if file.file in first]
+
+        monkeypatch.setattr(kvstore.clear, "appeared", between)
+        report = clear(store.context)
+        assert (report.nodes, report.skipped, report.error) == (2, 2, "")
+        check_valid(store.path)
+        assert restore(space, ONE).tokens == 40
 
 
 def test_a_publisher_that_builds_on_what_goes_fails_before_it_commits(tmp_path):
