@@ -35,6 +35,8 @@ NAME_KEY_BYTES = 16
 
 _NODE = re.compile(r"([0-9a-f]{32})-([1-9][0-9]{0,8})-([0-9a-f]{32})-([0-9a-f]{18})\.(kv|state)")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
+_STATS = re.compile(r"(?:folded|[a-z0-9_-]{1,40}\.[0-9a-f]{1,32}\.[0-9]{1,10})\.[0-9a-f]{8}\.json")
+_STAMPED = re.compile(r"[0-9a-f]+\.(.+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,3 +188,21 @@ class Layout:
     def is_namespace_id(name: str) -> bool:
         """Whether a folder name is that of a namespace (the first 128 bits of its fingerprint)."""
         return _DIGEST.fullmatch(name) is not None
+
+    @staticmethod
+    def is_stats_name(name: str) -> bool:
+        """Whether a file among the counters is one of ours: those of a process, or folded ones."""
+        return _STATS.fullmatch(name) is not None
+
+    @classmethod
+    def was_set_aside(cls, name: str) -> bool:
+        """Whether a file in quarantine is one of ours: it keeps its name, behind the time it was set aside at."""
+        stamped = _STAMPED.fullmatch(name)
+        return any(
+            NodeName.is_file_name(each)
+            or cls.is_block_name(each)
+            or cls.describes_namespace(each)
+            or cls.is_stats_name(each)
+            or each == "CACHEDIR.TAG"
+            for each in (name, stamped[1] if stamped else name)
+        )

@@ -17,9 +17,9 @@ from kvstore.context import Context
 from kvstore.errors import SizeError
 from kvstore.sizes import exact_size, parse_size
 
-__all__ = ["Quotas", "read_quotas", "remove_quota", "with_quota", "write_quota"]
+__all__ = ["MAX_QUOTA_BYTES", "Quotas", "read_quotas", "remove_quota", "size_in", "with_quota", "write_quota"]
 
-_MAX_BYTES = 4096
+MAX_QUOTA_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ def read_quotas(context: Context) -> Quotas:
     for namespace in with_quota(context):
         path = context.layout.quota_file(namespace)
         try:
-            data, _ = context.fs.read_file(path, _MAX_BYTES)
-            sizes[namespace] = parse_size(data.decode(errors="replace"))
+            data, _ = context.fs.read_file(path, MAX_QUOTA_BYTES)
+            sizes[namespace] = size_in(data)
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -46,6 +46,11 @@ def read_quotas(context: Context) -> Quotas:
         except SizeError:
             problems.append(f"the quota {path} does not hold a size such as 20GiB, so it limits nothing")
     return Quotas(sizes, tuple(problems))
+
+
+def size_in(data: bytes) -> int:
+    """The size that a quota's file holds. Raises SizeError."""
+    return parse_size(data.decode(errors="replace"))
 
 
 def with_quota(context: Context) -> list[str]:

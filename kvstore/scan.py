@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -44,7 +43,6 @@ __all__ = [
 _FANOUT = frozenset(FANOUT)
 _KEY_END = 1 + 18  # what follows the key in a manifest's name before its suffix: "-<rungs>"
 _PARENT = slice(0, 32)
-_QUARANTINED = re.compile(r"(?:[0-9a-f]+\.)?(.+)")
 
 
 class NodeFile(NamedTuple):
@@ -394,9 +392,7 @@ def _staging(layout: Layout, tally: Tally) -> Iterator[StagingFolder]:
 
 def _quarantine(layout: Layout, tally: Tally) -> Iterator[SetAside]:
     for name, _, allocated, mtime_ns, ctime_ns, _ in _files(layout.quarantine, tally):
-        # A file set aside keeps its name behind the time it was set aside at.
-        match = _QUARANTINED.fullmatch(name)
-        if match is None or not (NodeName.is_file_name(match[1]) or Layout.is_block_name(match[1])):
+        if Layout.was_set_aside(name):
+            yield SetAside(layout.quarantine / name, allocated, mtime_ns, ctime_ns)
+        else:
             tally.foreign += 1
-            continue
-        yield SetAside(layout.quarantine / name, allocated, mtime_ns, ctime_ns)

@@ -17,15 +17,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from kvstore.commit import put_file
 from kvstore.context import Context, Owner, this_process
 from kvstore.errors import KVStoreError
 from kvstore.fs import Durability
+from kvstore.layout import Layout
 from kvstore.locks import gc_lock
 from kvstore.untrusted import JSON_ERRORS, parse
 
-__all__ = ["COUNTERS", "Row", "Stats", "StatsFile", "fold", "merge_stats", "read_stats"]
+__all__ = ["COUNTERS", "MAX_STATS_BYTES", "Row", "Stats", "StatsFile", "fold", "merge_stats", "read_stats", "rows_in"]
 
 COUNTERS = (
     "requests",
@@ -51,7 +53,7 @@ FOLD_ABOVE = 16
 _FORGOTTEN_S = 30 * 86400
 """A process of another machine that wrote nothing for so long is taken for gone. If it is not, it writes again."""
 
-_MAX_BYTES = 1 << 20
+MAX_STATS_BYTES = 1 << 20
 _MAX_FILES = 4096
 _MAX_FOLDED = 3 * MAX_ROWS
 _MAX_COUNT = 1 << 63
@@ -178,7 +180,7 @@ def _fold(context: Context, above: int) -> None:
     gone = []
     size = 0
     for name, found in files.items():
-        fits = len(rows) + len(found) <= _MAX_FOLDED and size + len(_encode(found)) <= _MAX_BYTES
+        fits = len(rows) + len(found) <= _MAX_FOLDED and size + len(_encode(found)) <= MAX_STATS_BYTES
         if fits and (_FOLDED.fullmatch(name) or _is_gone(name, found, now)):
             _join(rows, found)
             size += len(_encode(found))
@@ -229,19 +231,22 @@ def _names(context: Context) -> list[str]:
         names = sorted(os.listdir(context.layout.stats))
     except OSError:
         return []
-    ours = (name for name in names if name.endswith(".json"))
-    return [name for name in ours if _FOLDED.fullmatch(name) or Owner.parse(name.removesuffix(".json"))][:_MAX_FILES]
+    return [name for name in names if Layout.is_stats_name(name)][:_MAX_FILES]
 
 
 def _read(context: Context, name: str) -> dict[str, Row] | None:
     """The rows of a file; None when it is none of ours after all."""
     try:
-        document = parse(context.fs.read_file(context.layout.stats / name, _MAX_BYTES)[0])
-        if document["format"] != 1:
-            return None
-        return {writer: _row(row) for writer, row in document["rows"].items()}
+        return rows_in(parse(context.fs.read_file(context.layout.stats / name, MAX_STATS_BYTES)[0]))
     except (OSError, *JSON_ERRORS):
         return None
+
+
+def rows_in(document: Any) -> dict[str, Row]:
+    """The rows of a file, parsed; raises one of JSON_ERRORS for what is none of ours after all."""
+    if document["format"] != 1:
+        raise ValueError("another format")
+    return {writer: _row(row) for writer, row in document["rows"].items()}
 
 
 def _row(row: Mapping[str, object]) -> Row:
@@ -257,7 +262,7 @@ def _row(row: Mapping[str, object]) -> Row:
 def _documents(rows: Mapping[str, Row]) -> Iterator[bytes]:
     """Rows as files that a reader takes: neither too many nor too many bytes. One row that is too large stays out."""
     data = _encode(rows)
-    if len(rows) <= MAX_ROWS and len(data) <= _MAX_BYTES:
+    if len(rows) <= MAX_ROWS and len(data) <= MAX_STATS_BYTES:
         yield data
     elif len(rows) > 1:
         items, half = list(rows.items()), len(rows) // 2

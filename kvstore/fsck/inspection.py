@@ -23,7 +23,8 @@ from kvstore.fsck.lineage import judge_lineage
 from kvstore.fsck.passes import Progress, read_folders, verify_blocks
 from kvstore.fsck.reading import FolderRead
 from kvstore.fsck.resume import Resume
-from kvstore.fsck.surroundings import check_modes, check_namespaces, check_staging, check_top, count_quarantine
+from kvstore.fsck.small import check_small
+from kvstore.fsck.surroundings import check_modes, check_staging, check_top, count_quarantine
 from kvstore.fsck.tree import Folder, Misfits, folders
 from kvstore.fsck.values import Node, is_future, seen_of
 
@@ -77,7 +78,7 @@ class Inspection:
         judge_lineage(judge, self._nodes)
         self._count_unreachable()
         self._judge_future()
-        check_namespaces(judge, {folder.namespace for folder in others if folder.namespace}, misfits)
+        check_small(judge, {folder.namespace for folder in others if folder.namespace}, misfits)
         check_staging(judge, self.counts, misfits)
         count_quarantine(judge, self.counts, misfits)
         check_modes(judge, misfits)

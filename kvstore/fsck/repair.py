@@ -101,7 +101,11 @@ class _Repair:
         problem.solved("made")
 
     def write_tag(self, problem: Problem) -> None:
-        """Write CACHEDIR.TAG."""
+        """Write CACHEDIR.TAG, and set aside what lies there instead."""
+        if problem.seen is not None:
+            self.set_aside([problem])
+            if os.path.lexists(problem.path):
+                return
         write_file(self._context, problem.path, CACHEDIR_TAG)
         problem.solved("written")
 

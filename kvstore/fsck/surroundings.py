@@ -1,4 +1,4 @@
-"""Check what lies around the objects: folders, tag, descriptions of namespaces, staging, quarantine."""
+"""Check what lies around the objects: folders, tag, modes, staging, quarantine; small files: kvstore.fsck.small."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from kvstore.eviction import PROTECT_NS, young
 from kvstore.fsck.findings import Counts, Problem
 from kvstore.fsck.judging import Judge
 from kvstore.fsck.tree import WIDE, Misfits, entries
-from kvstore.keys import namespace_fingerprint
-from kvstore.layout import NAME_KEY_BYTES, Layout, NodeName
-from kvstore.namespace import MAX_NAMESPACE_BYTES
-from kvstore.untrusted import JSON_ERRORS, parse
+from kvstore.fsck.values import seen_of
+from kvstore.layout import Layout
 
-__all__ = ["STAGED", "check_modes", "check_namespaces", "check_staging", "check_top", "count_quarantine", "newest"]
+__all__ = ["STAGED", "check_modes", "check_staging", "check_top", "count_quarantine", "newest"]
 
 STAGED = re.compile(r"[0-9a-f]{1,16}")
 """What a process calls a file in its staging folder."""
@@ -43,7 +41,7 @@ def check_top(judge: Judge, misfits: Misfits) -> None:
         if not stat.S_ISDIR(mode):
             misfits.blocked.append(folder)
     try:
-        data, _ = judge.context.fs.read_file(layout.tag, _TAG_LIMIT)
+        data, status = judge.context.fs.read_file(layout.tag, _TAG_LIMIT)
     except FileNotFoundError:
         sentence = "It is not there, so backup programs will copy what can be computed again."
         judge.problems.append(Problem("note", "tag-missing", layout.tag, sentence, "tag"))
@@ -52,45 +50,11 @@ def check_top(judge: Judge, misfits: Misfits) -> None:
     else:
         if not data.startswith(TAG_SIGNATURE):
             sentence = "It does not begin with the signature of bford.info/cachedir, so backup programs ignore it."
-            judge.problems.append(Problem("note", "tag-wrong", layout.tag, sentence))
+            judge.problems.append(Problem("note", "tag-wrong", layout.tag, sentence, "tag", seen_of(status)))
     objects = layout.nodes.parent
     ours = {folder.name for folder in layout.folders} | {layout.tag.name, layout.config.name, layout.stats.name}
     for above in (layout.root, objects):
         misfits.foreign += sum(entry.name not in ours for entry in entries(above, misfits))
-
-
-def check_namespaces(judge: Judge, used: set[str], misfits: Misfits) -> None:
-    """Descriptions are for people only, so whatever is wrong with one is a note."""
-    layout = judge.layout
-    for namespace in sorted(used):
-        path = layout.namespace_file(namespace)
-        if why := _description_trouble(judge, path, namespace):
-            code = "namespace-undescribed" if why == _ABSENT else "namespace-wrong"
-            judge.problems.append(Problem("note", code, path, why))
-    for entry in entries(layout.namespaces, misfits):
-        misfits.foreign += not Layout.describes_namespace(entry.name)
-
-
-_ABSENT = "It is not there, so nobody can tell what the namespace is; its engine writes it at the next save."
-
-
-def _description_trouble(judge: Judge, path: Path, namespace: str) -> str:
-    try:
-        data, _ = judge.context.fs.read_file(path, MAX_NAMESPACE_BYTES)
-    except FileNotFoundError:
-        return _ABSENT
-    except OSError as error:
-        return f"It cannot be read: {error.strerror}."
-    try:
-        document = parse(data)
-        fingerprint = bytes.fromhex(document["fingerprint"])
-        if not document["salted"] and namespace_fingerprint(document["description"]) != fingerprint:
-            return "Its description is not what the namespace was made of; remove it to have it written again."
-    except JSON_ERRORS:
-        return "It cannot be understood; remove it to have it written again."
-    if fingerprint[:NAME_KEY_BYTES].hex() != namespace:
-        return "It describes another namespace; remove it to have it written again."
-    return ""
 
 
 def check_modes(judge: Judge, misfits: Misfits) -> None:
@@ -113,18 +77,13 @@ def _beside_objects(layout: Layout, misfits: Misfits) -> Iterator[Path]:
     locks = layout.lock("publish"), layout.lock("gc")
     yield from (path for path in _paths(locks[0].parent, misfits) if path in locks)
     yield from (path for path in _paths(layout.namespaces, misfits) if Layout.describes_namespace(path.name))
-    yield from (path for path in _paths(layout.stats, misfits) if path.suffix == ".json")
-    yield from (path for path in _paths(layout.quarantine, misfits) if _was_object(path.name))
+    yield from (path for path in _paths(layout.stats, misfits) if Layout.is_stats_name(path.name))
+    yield from (path for path in _paths(layout.quarantine, misfits) if Layout.was_set_aside(path.name))
     for folder in _paths(layout.tmp, misfits):
         if Owner.parse(folder.name) is not None and not folder.is_symlink():
             inside = Misfits()  # another process's, which may go at any time
             yield from (path for path in _paths(folder, inside) if STAGED.fullmatch(path.name))
             misfits.wide += inside.wide
-
-
-def _was_object(name: str) -> bool:
-    """Whether a file in quarantine was a manifest or a block: it keeps its name behind the time it was set aside at."""
-    return any(NodeName.is_file_name(each) or Layout.is_block_name(each) for each in (name, name.partition(".")[2]))
 
 
 def _paths(folder: Path, misfits: Misfits) -> list[Path]:

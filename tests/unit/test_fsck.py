@@ -316,7 +316,7 @@ CASES = {
         "folder-blocked", lambda root: file_for_folder(root / "objects" / "tokens"), left=True
     ),
     "tag gone": Case("tag-missing", lambda root: removed(root / "CACHEDIR.TAG"), "note"),
-    "tag flipped": Case("tag-wrong", lambda root: flipped(root / "CACHEDIR.TAG", 12), "note", left=True),
+    "tag flipped": Case("tag-wrong", lambda root: flipped(root / "CACHEDIR.TAG", 12), "note"),
     "manifest flipped in its tokens": Case("manifest-damaged", lambda root: flipped(node(root, LONG), 150)),
     "manifest flipped in its version": Case("manifest-damaged", lambda root: flipped(node(root, LONG), 8)),
     "manifest flipped in its checksum": Case("manifest-damaged", lambda root: flipped(node(root, LONG))),
@@ -393,15 +393,12 @@ CASES = {
         "stray", lambda root: copied(node(root, LONG), node(root, LONG[:16]).parent / node(root, LONG).name), "note"
     ),
     "description gone": Case("namespace-undescribed", lambda root: removed(description(root)), "note", left=True),
-    "description cut": Case("namespace-wrong", lambda root: truncate(description(root), 30), "note", left=True),
-    "description edited": Case(
-        "namespace-wrong", lambda root: edited(description(root), b'"bf16"', b'"f32"'), "note", left=True
-    ),
+    "description cut": Case("namespace-wrong", lambda root: truncate(description(root), 30), "note"),
+    "description edited": Case("namespace-wrong", lambda root: edited(description(root), b'"bf16"', b'"f32"'), "note"),
     "description of another": Case(
         "namespace-wrong",
         lambda root: Path(shutil.copy(root / "namespaces" / f"{TENANT.id}.json", description(root))),
         "note",
-        left=True,
     ),
     "readable by others": Case(
         "modes-wide", lambda root: (node(root, LONG).chmod(0o644), node(root, LONG))[1], "note", left=True
