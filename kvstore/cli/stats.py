@@ -6,13 +6,14 @@ With ``--json`` one document:
      "counters": {"requests": 100, "prompt_tokens": 250000, "memory_tokens": 90000, "disk_tokens": 110000,
                   "generated_tokens": 9000, "read_bytes": 17716740096, "read_us": 6109221,
                   "written_tokens": 59000, "written_bytes": 8699510784},
-     "hit_rate": 0.8, "written_per_read": 0.49, "read_bytes_per_second": 2900000000,
+     "hit_rate": 0.8, "written_per_read": 0.49, "written_bytes_per_token": 147449.33,
+     "read_bytes_per_second": 2900000000,
      "ages": [{"below": 3600, "nodes": 12, "bytes": 1207959552}, {"below": null, "nodes": 0, "bytes": 0}]}
 
-hit_rate: tokens of prompts that were not computed, of all; written_per_read: bytes; null when there is nothing to
-divide by, and so is read_bytes_per_second when nobody measured it. since, until: seconds since the epoch, null when
-nothing was counted. unreadable: damaged files of counters. ages: by last use; below: seconds, null for all that is
-older.
+hit_rate: tokens of prompts that were not computed, of all; written_per_read: bytes; written_bytes_per_token: of the
+tokens that were written, everything that was written for them; null when there is nothing to divide by, and so is
+read_bytes_per_second when nobody measured it. since, until: seconds since the epoch, null when nothing was counted.
+unreadable: damaged files of counters. ages: by last use; below: seconds, null for all that is older.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class _Figures:
     counts: dict[str, int]
     hit_rate: float | None
     written_per_read: float | None
+    written_per_token: float | None
     since: int | None
     until: int | None
     speed: float | None
@@ -79,6 +81,7 @@ class _Figures:
             counts,
             reused / counts["prompt_tokens"] if counts["prompt_tokens"] else None,
             counts["written_bytes"] / counts["read_bytes"] if counts["read_bytes"] else None,
+            counts["written_bytes"] / counts["written_tokens"] if counts["written_tokens"] else None,
             min((row.began for row in rows), default=None),
             max((row.updated for row in rows), default=None),
             found.read_speed(),
@@ -94,6 +97,7 @@ def _document(found: Stats, figures: _Figures, by_age: list[Age]) -> dict[str, A
         "counters": figures.counts,
         "hit_rate": figures.hit_rate,
         "written_per_read": figures.written_per_read,
+        "written_bytes_per_token": figures.written_per_token,
         "read_bytes_per_second": None if figures.speed is None else round(figures.speed),
         "ages": [{"below": row.below_s, "nodes": row.nodes, "bytes": row.size} for row in by_age],
     }
@@ -105,6 +109,7 @@ def _counters(found: Stats, figures: _Figures) -> Table:
     reused = counts["memory_tokens"] + counts["disk_tokens"]
     rate = f" ({100 * figures.hit_rate:.1f} %)" if figures.hit_rate is not None else ""
     ratio = f", {figures.written_per_read:.2g} of what was read" if figures.written_per_read is not None else ""
+    each = f": {format_size(figures.written_per_token)} each" if figures.written_per_token is not None else ""
     speed = f", at {format_size(figures.speed)}/s" if figures.speed is not None else ""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
@@ -118,7 +123,10 @@ def _counters(found: Stats, figures: _Figures) -> Table:
         ),
         ("generated", f"{counts['generated_tokens']:,} tokens"),
         ("read", f"{format_size(counts['read_bytes'])}{speed}"),
-        ("written", f"{format_size(counts['written_bytes'])}{ratio}, for {counts['written_tokens']:,} tokens"),
+        (
+            "written",
+            f"{format_size(counts['written_bytes'])}{ratio}, for {counts['written_tokens']:,} new tokens{each}",
+        ),
     ):
         table.add_row(name, text)
     return table

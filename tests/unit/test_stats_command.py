@@ -40,6 +40,7 @@ def test_figures_over_all_processes(tmp_path):
     document = invoke_json("stats", path)
     assert (document["processes"], document["unreadable"], document["hit_rate"]) == (2, 0, 0.8)
     assert document["written_per_read"] == 0.25
+    assert document["written_bytes_per_token"] == 102.4
     assert document["counters"] == {
         "requests": 4,
         "prompt_tokens": 2000,
@@ -60,7 +61,7 @@ def test_figures_over_all_processes(tmp_path):
     assert "reused 1,600 (80.0 %): 300 from memory, 1,300 from disk" in text
     assert "read 4.0 KiB, at 2.0 MiB/s" in text
     assert document["read_bytes_per_second"] == 2048000
-    assert "written 1.0 KiB, 0.25 of what was read, for 10 tokens" in text
+    assert "written 1.0 KiB, 0.25 of what was read, for 10 new tokens: 102 B each" in text
     assert "last used" not in text  # nothing is saved
 
 
@@ -69,13 +70,9 @@ def test_a_directory_without_counters_or_prompts(tmp_path):
         pass
     before = snapshot(tmp_path / "s")
     document = invoke_json("stats", tmp_path / "s")
-    assert [document[name] for name in ("processes", "since", "until", "hit_rate", "written_per_read")] == [
-        0,
-        None,
-        None,
-        None,
-        None,
-    ]
+    assert document["processes"] == 0
+    for name in ("since", "until", "hit_rate", "written_per_read", "written_bytes_per_token"):
+        assert document[name] is None
     assert all(row["nodes"] == 0 for row in document["ages"])
     code, out, _ = invoke("stats", tmp_path / "s")
     assert code == 0
