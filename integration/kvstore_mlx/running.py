@@ -140,7 +140,7 @@ class RunningServer:
         self._metrics = Metrics(store)
         self._tier.observe = self._metrics.fetched
         self._report = cache.report
-        self._tokens = TokenizingCache(store)
+        self._tokens = TokenizingCache(store, salt=settings.salt)
         self._requests = Requests()
         self._failure: KVStoreError | None = None
         self._stopping = False
@@ -205,6 +205,7 @@ class RunningServer:
             "budget_bytes": self._housekeeping.budget,
             "used_bytes": self._housekeeping.used,
             "queued_bytes": self._writer.queued,
+            "restoring": self._tier.restoring,
         }
 
     def _gauges(self) -> Gauges:

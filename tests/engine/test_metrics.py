@@ -154,6 +154,25 @@ def test_counters_come_to_the_directory_without_an_end(metrics, monkeypatch):
             time.sleep(0.01)
 
 
+def test_a_timer_that_cannot_be_started_is_no_error_of_the_request(metrics, monkeypatch):
+    """A process may have no more threads for a while; what was counted meanwhile is written with the rest."""
+
+    def no_threads(_self) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("kvstore_mlx.metrics.FLUSH_S", 0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Timer.start", no_threads)
+        metrics.fetched(Fetched(100))(10, 20, 0.1)
+        assert list(metrics.watched(Served(), iter([1, 2]))) == [1, 2]
+    metrics.fetched(Fetched(50))
+    deadline = time.monotonic() + 10
+    while read_stats(metrics._store.context).total("prompt_tokens") < 150:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert read_stats(metrics._store.context).total("generated_tokens") == 2
+
+
 def test_without_the_package_there_is_one_sentence(metrics, monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
     with pytest.raises(KVStoreError, match="pip install prometheus-client"):
@@ -204,6 +223,7 @@ def test_a_server_tells_what_its_cache_does(serve, tiny_llama, tmp_path):
         "budget_bytes": 20 << 30,
         "used_bytes": 0,
         "queued_bytes": 0,
+        "restoring": {"tiny-llama": "prompts from 64 tokens on are saved and restored"},
     }
     again = server.chat(conversation(1), max_tokens=3).body["kv_cache"]
     assert (again["tier"], again["reused_tokens"], again["restored_bytes"]) == ("memory", first.prompt_tokens - 1, 0)
@@ -280,7 +300,7 @@ def test_a_prompt_with_images_is_counted_by_its_tokens(tmp_path):
         phase = 0
 
         def of(self, _model):
-            return SimpleNamespace(usable=[], stateful=False, most=None)
+            return SimpleNamespace(usable=[], stateful=False, most=None, ids=())
 
     told = []
     tier = TieredPromptCache(10, OneModel(), None, Saving())
