@@ -2,8 +2,9 @@
 
 Order matters, because a kill may come between any two calls. Folders first; then damaged files; then manifests whose
 blocks are missing, which looks at the blocks again; then manifests without a parent, ancestors first, after the names
-that are there have been listed again. So every step only acts on what the directory says now, a publisher that writes
-a damaged block or node again in the meantime keeps what stands on it, and an interrupted repair is simply begun again.
+that are there have been listed again, and once more when they are set aside: what continues a parent that came
+meanwhile is put back. So every step only acts on what the directory says now, a publisher that writes a damaged block or
+node again in the meantime keeps what stands on it, and an interrupted repair is simply begun again.
 
 A file is set aside by a rename under the publish lock, when it is still the file that was examined.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from kvstore.commit import free_quarantine
 from kvstore.context import Context, Owner, remove_staged
@@ -38,7 +40,9 @@ _BATCH = 64
 """Files renamed under one hold of the publish lock: about a millisecond."""
 
 _ROUND = 1024
-"""Manifests without a parent that are set aside after one listing of the names that are there."""
+"""Manifests without a parent that are set aside between two listings of the names that are there."""
+
+_BACK = "left, because what it continues is back"
 
 _PAUSE_S = 0.001
 """Given to waiting publishers between two holds of the lock."""
@@ -72,6 +76,12 @@ def _of(problems: Sequence[Problem], action: Action) -> list[Problem]:
     return [problem for problem in problems if problem.action == action]
 
 
+def _name(problem: Problem) -> str:
+    """Namespace and key of the node that a manifest's path stands for; empty for a boundary state, which is none."""
+    parsed = NodeName.parse(problem.path.name)
+    return problem.path.parent.parent.name + parsed[0].key if parsed is not None and parsed[1] == "kv" else ""
+
+
 def _is_recent(problem: Problem, now_ns: int) -> bool:
     assert problem.seen is not None
     return max(problem.seen[2:]) > now_ns - _RECENT_NS
@@ -85,6 +95,8 @@ class _Repair:
         self._layout = context.layout
         self._fs = context.fs
         self._pause = pause
+        # Where manifests without a parent were moved to.
+        self._aside: dict[Path, Path] = {}
 
     def attempt(self, problem: Problem, step: Callable[[Problem], None]) -> None:
         """One step for one problem. A file that went away is no problem any more."""
@@ -133,20 +145,29 @@ class _Repair:
         problem.solved("removed")
 
     def set_aside_unreachable(self, problems: Sequence[Problem]) -> None:
-        """Set aside manifests whose parents, or whose KV, are not there: ancestors first, round by round."""
+        """Set aside manifests whose parents, or whose KV, are not there: ancestors first, round by round.
+
+        A listing takes too long for a hold of the lock, so a parent may be published between it and the renames. It is
+        in the next listing, and what stands on it gets its name back.
+        """
         ordered = sorted(problems, key=lambda problem: problem.first)
+        there = names_there(self._layout) if ordered else set()
         for start in range(0, len(ordered), _ROUND):
-            there = names_there(self._layout)
             doomed = []
             for problem in ordered[start : start + _ROUND]:
                 if problem.lacks in there:
-                    problem.solved("left, because what it continues is back")
+                    problem.solved(_BACK)
                     continue
                 doomed.append(problem)
-                parsed = NodeName.parse(problem.path.name)
-                if parsed is not None and parsed[1] == "kv":
-                    there.discard(problem.path.parent.parent.name + parsed[0].key)
+                there.discard(_name(problem))
             self.set_aside(doomed)
+            there = names_there(self._layout)
+            back = []
+            for problem in doomed:
+                if problem.lacks in there and problem.path in self._aside:
+                    back.append(problem)
+                    there.add(_name(problem))
+            self._in_short_holds(back, self._put_back)
 
     def set_aside(self, problems: Sequence[Problem]) -> None:
         """Rename files into quarantine, in short batches under the publish lock."""
@@ -154,13 +175,18 @@ class _Repair:
             for problem in problems:
                 problem.left("could not be set aside, because quarantine is a link")
             return
+        self._in_short_holds(problems, self._set_aside)
+
+    def _in_short_holds(self, problems: Sequence[Problem], step: Callable[[Problem], None]) -> None:
+        """Rename files from or into quarantine."""
         for start in range(0, len(problems), _BATCH):
             batch = problems[start : start + _BATCH]
             with publish_lock(self._layout):
                 for problem in batch:
-                    self.attempt(problem, self._set_aside)
+                    self.attempt(problem, step)
             # Where the files are now first: a power cut may leave one in both places, and never in neither.
-            for folder in dict.fromkeys((self._layout.quarantine, *(problem.path.parent for problem in batch))):
+            folders = [self._layout.quarantine, *dict.fromkeys(problem.path.parent for problem in batch)]
+            for folder in folders if step == self._set_aside else reversed(folders):
                 self._fs.sync_dir(folder)
             self._pause("batch")
             time.sleep(_PAUSE_S)
@@ -180,7 +206,14 @@ class _Repair:
         target = free_quarantine(self._context, problem.path.name)
         self._fs.rename(problem.path, target)
         self._context.damaged.discard(problem.path)
+        if problem.action == "parent":
+            self._aside[problem.path] = target
         problem.solved(f"set aside as quarantine/{target.name}")
+
+    def _put_back(self, problem: Problem) -> None:
+        if not os.path.lexists(problem.path):  # else it was published again, too
+            self._fs.rename(self._aside[problem.path], problem.path)
+            problem.solved(_BACK)
 
     def _is_there(self, ref: BlockRef) -> bool:
         try:

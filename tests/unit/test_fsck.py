@@ -42,7 +42,7 @@ from gc_support import DAY, TENANT, prompt, publish, space_of, state
 from kvstore import FileSystem, Span, Store
 from kvstore.context import Owner, this_process
 from kvstore.errors import DamagedBlockError
-from kvstore.fsck import ExitCode
+from kvstore.fsck import ExitCode, repair
 from kvstore.fsck.data import Headers
 from kvstore.fsck.values import Reader
 from kvstore.keys import block_digest, checksum, pack_tokens
@@ -553,6 +553,40 @@ def test_what_continues_a_node_in_quarantine_waits_until_that_is_gone(root):
     assert sorted(errors(report.findings).values()) == ["kv-missing"] * 2 + ["parent-missing"] * 4
     assert report.exit_code == ExitCode.CORRECTED
     assert len(list((root / "quarantine").iterdir())) == 6
+    assert run(root).exit_code == ExitCode.CLEAN
+
+
+@pytest.mark.parametrize("size", [64, 2, 1])
+@pytest.mark.parametrize("point", ["names", "batch"])
+def test_what_continues_a_parent_that_comes_back_during_a_repair_is_put_back(root, monkeypatch, point, size):
+    """A server computes the first chunks anew, before others are set aside or just after."""
+    node(root, LONG[:16]).unlink()
+    node(root, LONG[:16], info=TENANT).unlink()  # and stays away
+    monkeypatch.setattr(repair, "_ROUND", size)
+    monkeypatch.setattr(repair, "_BATCH", size)
+    real = repair.names_there
+
+    def compute(now: str) -> None:
+        if now == point:
+            with open_store(root, None) as store:
+                publish(space_of(store), LONG[:32])
+
+    def listing(layout: Layout) -> set[str]:
+        found = real(layout)
+        compute("names")
+        return found
+
+    monkeypatch.setattr(repair, "names_there", listing)
+    report = run(root, repair=True, pause=compute)
+    assert report.exit_code == ExitCode.CORRECTED
+    with open_store(root, None, create=False) as store:
+        assert [restored(space_of(store), tokens) for tokens in PROMPTS] == [len(tokens) for tokens in PROMPTS]
+        assert space_of(store).lookup(LONG, trimmable=False).count == len(LONG)
+        assert restored(space_of(store, TENANT), LONG) == 0
+    aside = [finding.path for finding in report.findings if finding.repair.startswith("set aside")]
+    assert sum(space_of(store, TENANT).id in path for path in aside) == 2
+    assert len(list((root / "quarantine").iterdir())) == len(aside)
+    assert len(aside) <= 3, "the second chunk was computed while it was set aside, so there are two"
     assert run(root).exit_code == ExitCode.CLEAN
 
 
