@@ -7,6 +7,7 @@ Told by the generation thread (what was fetched), the HTTP threads (when the fir
 from __future__ import annotations
 
 import importlib
+import logging
 import threading
 import time
 from bisect import bisect_left
@@ -19,6 +20,8 @@ from kvstore.stats import FOLD_ABOVE, StatsFile, fold
 from kvstore.store import Store
 
 __all__ = ["Fetched", "Metrics", "Served", "Tier", "Wrote"]
+
+log = logging.getLogger("kvstore")
 
 Tier: TypeAlias = Literal["memory", "disk", "none"]
 
@@ -195,10 +198,16 @@ class Metrics:
         """Add to the counters of the directory, which are written soon."""
         self._stats.add(**amounts)
         with self._lock:
-            if self._timer is None:
-                self._timer = threading.Timer(FLUSH_S, self._flush)
-                self._timer.daemon = True
-                self._timer.start()
+            if self._timer is not None:
+                return
+            timer = threading.Timer(FLUSH_S, self._flush)
+            timer.daemon = True
+            try:
+                timer.start()
+            except RuntimeError as error:  # no more threads; the next count tries again
+                log.debug("kvstore: counters are not written yet: %s", error)
+            else:
+                self._timer = timer
 
     def _flush(self) -> None:
         with self._lock:

@@ -12,7 +12,9 @@ import json
 import logging
 import queue
 import threading
+import time
 from array import array
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -38,11 +40,15 @@ _QUEUED = 8
 
 
 class TokenizingCache:
-    """The tokenizations of one server. get and put on the generation thread; files are written on one of its own."""
+    """The tokenizations of one server. get and put on the generation thread; files are written on one of its own.
 
-    def __init__(self, store: Store, budget: int = BUDGET) -> None:
+    salt: that of the server's namespaces; one that has another neither finds these nor could tell by the time it takes.
+    """
+
+    def __init__(self, store: Store, budget: int = BUDGET, *, salt: bytes = b"") -> None:
         self._store = store
         self._budget = budget
+        self._salt = salt
         self._latest: tuple[Any, Tokenizations | None] = (None, None)
         self._waiting: queue.Queue[tuple[Tokenizations, bytes, bytes] | None] = queue.Queue(_QUEUED)
         self._thread = threading.Thread(target=self._write, name="kvstore-tokens", daemon=True)
@@ -51,7 +57,7 @@ class TokenizingCache:
     def wrap(self, tokenizer: Any) -> Any:
         """The tokenizer, with apply_chat_template answered from the directory where that is safe."""
         if self._latest[0] is not tokenizer:
-            scope = _scope(tokenizer)
+            scope = _scope(tokenizer, self._salt)
             self._latest = tokenizer, None if scope is None else self._store.tokenizations(scope)
         entries = self._latest[1]
         return tokenizer if entries is None else _Remembering(tokenizer, entries, self)
@@ -64,9 +70,11 @@ class TokenizingCache:
             log.debug("kvstore: a tokenization was not saved: too many wait")
 
     def close(self, timeout: float) -> None:
-        """Write what waits, and end the thread."""
-        self._waiting.put(None)
-        self._thread.join(timeout)
+        """Write what waits, and end the thread; what takes longer than timeout seconds is left."""
+        deadline = time.monotonic() + timeout
+        with suppress(queue.Full):
+            self._waiting.put(None, timeout=timeout)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def _write(self) -> None:
         while (job := self._waiting.get()) is not None:
@@ -119,8 +127,10 @@ def _request(messages: Any, kwargs: dict[str, Any]) -> bytes | None:
     return text.encode() if len(text) >= _MIN_CHARACTERS else None
 
 
-def _scope(tokenizer: Any) -> bytes | None:
-    """Everything of a tokenizer that decides tokens; None where that cannot be known, or changes with the clock."""
+def _scope(tokenizer: Any, salt: bytes) -> bytes | None:
+    """Everything of a tokenizer that decides tokens, and the salt; None where it cannot be known, or changes with the
+    clock.
+    """
     try:
         inner = getattr(tokenizer, "_tokenizer", tokenizer)
         template = json.dumps(inner.chat_template)
@@ -137,4 +147,5 @@ def _scope(tokenizer: Any) -> bytes | None:
     except Exception as error:
         log.info("kvstore: tokenizations are not kept: %s", error)
         return None
-    return hashlib.sha256("\0".join(parts).encode()).digest()
+    scope = hashlib.sha256("\0".join(parts).encode()).digest()
+    return hashlib.sha256(scope + salt).digest() if salt else scope

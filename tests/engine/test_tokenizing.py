@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from pathlib import Path
 
 import pytest
 from conftest import make_tokenizer
@@ -45,13 +47,17 @@ class Counting:
         return getattr(self.inner, name)
 
 
-def asked(store, tokenizer, *requests) -> tuple[list, int]:
+def asked(store, tokenizer, *requests, salt: bytes = b"") -> tuple[list, int]:
     """What a server of its own is answered, and how often it had to tokenize."""
-    cache = TokenizingCache(store)
+    cache = TokenizingCache(store, salt=salt)
     counting = Counting(tokenizer)
     answers = [cache.wrap(counting).apply_chat_template(messages, **kwargs) for messages, kwargs in requests]
     cache.close(10)
     return answers, counting.calls
+
+
+def entries_of(store) -> list[Path]:
+    return [path for path in store.context.layout.tokens.rglob("*") if path.is_file()]
 
 
 def test_a_request_seen_before_needs_no_tokenizer(store, tokenizer):
@@ -90,6 +96,38 @@ def test_another_tokenizer_is_another_scope(store, tokenizer):
     assert answers == [tokenizer.apply_chat_template(MESSAGES, **ARGUMENTS)]
 
 
+def test_tenants_do_not_find_each_other_s(store, tokenizer):
+    """Whose request was tokenized before the time it takes would tell."""
+    wanted = tokenizer.apply_chat_template(MESSAGES, **ARGUMENTS)
+    for count, salt in enumerate((b"", b"mine", b"another"), 1):
+        assert asked(store, tokenizer, (MESSAGES, ARGUMENTS), salt=salt) == ([wanted], 1)
+        assert len(entries_of(store)) == count
+        assert asked(store, tokenizer, (MESSAGES, ARGUMENTS), salt=salt) == ([wanted], 0)
+
+
+def test_a_stop_does_not_wait_for_a_disk_that_is_stuck(store):
+    stuck = threading.Event()
+
+    class Stuck:
+        def put(self, *_) -> None:
+            stuck.wait(30)
+
+        def trim(self, *_) -> None:
+            pass
+
+    cache = TokenizingCache(store)
+    cache.save(Stuck(), b"", b"")
+    while not cache._waiting.empty():
+        time.sleep(0.01)
+    for _ in range(tokenizing._QUEUED):
+        cache.save(Stuck(), b"", b"")
+    assert cache._waiting.full()
+    started = time.monotonic()
+    cache.close(0.2)
+    assert time.monotonic() - started < 5
+    stuck.set()
+
+
 def test_a_template_that_looks_at_the_clock_is_asked_each_time(store, tokenizer):
     tokenizer._tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + tokenizer._tokenizer.chat_template
     for _ in range(2):
@@ -119,7 +157,7 @@ def test_their_budget_is_their_own(store, tokenizer, monkeypatch):
         cache.wrap(tokenizer).apply_chat_template([*MESSAGES, {"role": "user", "content": str(number)}], **ARGUMENTS)
         time.sleep(0.01)
     cache.close(10)
-    entries = [path for path in store.context.layout.tokens.rglob("*") if path.is_file()]
+    entries = entries_of(store)
     assert 1 <= len(entries) < 6
     assert sum(path.stat().st_size for path in entries) <= 50_000
 
@@ -127,7 +165,7 @@ def test_their_budget_is_their_own(store, tokenizer, monkeypatch):
 def test_a_damaged_entry_and_a_full_disk_cost_a_tokenization(store, tokenizer, monkeypatch):
     wanted = tokenizer.apply_chat_template(MESSAGES, **ARGUMENTS)
     asked(store, tokenizer, (MESSAGES, ARGUMENTS))
-    (entry,) = (path for path in store.context.layout.tokens.rglob("*") if path.is_file())
+    (entry,) = entries_of(store)
     data = bytearray(entry.read_bytes())
     data[200] ^= 1
     entry.write_bytes(data)
