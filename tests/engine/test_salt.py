@@ -12,6 +12,7 @@ from kvstore import KVStoreError
 from kvstore_mlx.flags import CacheArguments
 from kvstore_mlx.wrapping import settings_of
 
+MESSAGES = conversation(8)  # long enough that its tokenization is kept
 SECRET = "a secret of mine: \u00e9"
 ENGINE = argparse.Namespace(kv_bits=None, prefill_step_size=2048)
 
@@ -90,15 +91,17 @@ def test_tenants_never_meet(serve, tiny_llama, tmp_path, monkeypatch):
     flags = ("--kv-cache-dir", str(directory), "--kv-cache-interval", "256")
     monkeypatch.setenv("KVSTORE_SALT", SECRET)
     mine = serve(tiny_llama, *flags)
-    first = mine.chat(conversation(1))
+    first = mine.chat(MESSAGES)
     wait_saved(mine, directory, first.prompt_tokens - 1)
     other = serve(tiny_llama, *flags, "--kv-cache-salt", "another")
-    theirs = other.chat(conversation(1))
+    theirs = other.chat(MESSAGES)
     assert (theirs.ids, theirs.cached_tokens) == (first.ids, 0)
     assert mine.stop() == other.stop() == 0
     again = serve(tiny_llama, *flags)
-    assert again.chat(conversation(1)).cached_tokens == first.prompt_tokens - 1
+    assert again.chat(MESSAGES).cached_tokens == first.prompt_tokens - 1
     assert len(list((directory / "objects" / "nodes").iterdir())) == 2
+    tokenized = [path for path in (directory / "objects" / "tokens").rglob("*") if path.is_file()]
+    assert len(tokenized) == 2
     everything = [server.log_file for server in (mine, other, again)]
     everything += [path for path in directory.rglob("*") if path.is_file()]
     assert len(everything) > 6
