@@ -14,7 +14,7 @@ from kvstore_mlx.fingerprint import Quantization
 from kvstore_mlx.prefill import with_prefix
 from kvstore_mlx.recording import Recording
 
-__all__ = ["Run", "answer", "tokens_of"]
+__all__ = ["Run", "answer", "check_limit", "tokens_of"]
 
 
 @dataclass
@@ -40,6 +40,12 @@ def tokens_of(tokenizer: Any, prompt: Any) -> list[int]:
         return list(tokenizer.encode(prompt, add_special_tokens=special))
     tokens: Any = prompt.tolist() if isinstance(prompt, mx.array) else prompt
     return [int(token) for token in tokens]
+
+
+def check_limit(max_tokens: int) -> None:
+    """ValueError for a number of tokens that is none; as in mlx-lm, -1 is no limit and 0 is a mistake."""
+    if max_tokens < 1 and max_tokens != -1:
+        raise ValueError(f"max_tokens must be at least 1, or -1 for no limit, not {max_tokens}")
 
 
 def answer(
@@ -133,7 +139,7 @@ def _tokens(
     yield from generate_step(
         mx.array([first]),
         model,
-        max_tokens=max_tokens - 1 if max_tokens > 0 else -1,
+        max_tokens=-1 if max_tokens == -1 else max_tokens - 1,
         sampler=sampler,
         logits_processors=[with_prefix(processor, run.tokens) for processor in processors],
         prompt_cache=run.caches,

@@ -29,7 +29,7 @@ from kvstore_mlx.buffers import address_phase
 from kvstore_mlx.fingerprint import Quantization
 from kvstore_mlx.forms import Form, ModelSpace
 from kvstore_mlx.gate import Gate
-from kvstore_mlx.generation import Run, answer, tokens_of
+from kvstore_mlx.generation import Run, answer, check_limit, tokens_of
 from kvstore_mlx.housekeeping import Housekeeping
 from kvstore_mlx.live import ExtrasHook
 from kvstore_mlx.metrics import Fetched, Metrics, Served
@@ -219,7 +219,10 @@ class Session:
         logits_processors: Sequence[Callable[[Any, Any], Any]] = (),
         cuts: Sequence[int] = (),
     ) -> Iterator[GenerationResponse]:
-        """As mlx_lm.stream_generate. Responses count the whole prompt; cached_tokens of the run is not among them."""
+        """As mlx_lm.stream_generate. Responses count the whole prompt; cached_tokens of the run is not among them.
+
+        max_tokens -1 is no limit, as there.
+        """
         steps = self._steps(prompt, max_tokens, sampler, list(logits_processors), cuts)
         with closing(self._turns.here(steps)) as taken:
             for step in taken:
@@ -258,6 +261,7 @@ class Session:
         cuts: Sequence[int],
     ) -> Generator[GenerationResponse | None, None, None]:
         """The steps of an answer: None before each piece of its prefill, then its responses."""
+        check_limit(max_tokens)
         run = yield from self._prefilling(self.tokens_of(prompt), cuts)
         responses = answer(
             self._model,

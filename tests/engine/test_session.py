@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from itertools import islice
 from pathlib import Path
 
 import mlx.core as mx
@@ -174,6 +175,24 @@ def test_mistakes_are_told(loaded, opened, tmp_path):
         cache.prefill([])
     with kvstore_mlx.open(tmp_path / "other", loaded[0]) as cache, pytest.raises(ValueError, match="no tokenizer"):
         next(cache.stream_generate(PROMPT))
+
+
+@pytest.mark.parametrize("limit", [0, -2])
+def test_no_tokens_are_a_mistake_as_in_mlx_lm(loaded, opened, limit):
+    """And not an answer without end."""
+    if limit == 0:
+        with pytest.raises(ValueError, match="must be non-zero"):
+            next(stream_generate(*loaded, PROMPT, max_tokens=limit))
+    with opened() as cache, pytest.raises(ValueError, match=f"at least 1, or -1 for no limit, not {limit}"):
+        next(cache.stream_generate(PROMPT, max_tokens=limit))
+
+
+def test_no_limit_is_that_of_mlx_lm(loaded, opened):
+    wanted = [each.token for each in islice(stream_generate(*loaded, PROMPT, max_tokens=-1), 300)]
+    with opened() as cache:
+        answer = [each.token for each in islice(cache.stream_generate(PROMPT, max_tokens=-1), 300)]
+    assert len(answer) > 256 or answer[-1] in loaded[1].eos_token_ids
+    assert answer == wanted
 
 
 def test_what_is_cheaper_to_compute_is_neither_restored_nor_saved(opened):
