@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from family_runs import ROUNDING, STEP, Uninterrupted, forward, pieces, tokens_of
 from family_scenarios import ANSWER, INTERVAL, PROMPT, SHORT, Outcome, cuts_of, open_directory, stateful_of
@@ -106,7 +106,7 @@ def kept(row: str, model: Any, directory: Path) -> Outcome:
                 expected = _go_on(model, alone.caches, tokens, held)
                 run = session.prefill(tokens)
                 found = [("disk", run.cached_tokens, run.logits)]
-                caches, rest = LRUPromptCache.fetch_nearest_cache(tier, KEY, tokens)
+                caches, rest = tier._from_memory(KEY, tokens)  # noqa: SLF001 - without the directory
                 if caches is not None:
                     found.append(
                         ("memory", len(tokens) - len(rest), _go_on(model, caches, tokens, len(tokens) - len(rest)))

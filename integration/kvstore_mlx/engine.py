@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -77,7 +78,7 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
         """
         if self._due:
             due, self._due = self._due, set()
-            guarded(lambda: self._save_prompts(due))
+            self._save_prompts(due)
         if self._caching and (len(self._prompt_batch) or self._unprocessed_sequences):
             # Before the step, which may take seconds: the end of another request may just have said that all is idle.
             self._tier.prefilling()
@@ -89,8 +90,8 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
         if self._caching:
             if any(response.end_of_prompt for response in prompt_responses):
                 guarded(self._measure)
-            guarded(lambda: self._leave_out_padded(prompt_responses))
-            guarded(lambda: self._look(generation_responses))
+            self._leave_out_padded(prompt_responses)
+            self._look(generation_responses)
         return prompt_responses, generation_responses
 
     def _measure(self) -> None:
@@ -104,10 +105,15 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
 
     def _leave_out_padded(self, prompt_responses: list[Any]) -> None:
         """Keep nothing that the padding of a batch has reached, where the model takes it for tokens; see Padding."""
-        padded = self._padding.look(prompt_responses, self._prompt_batch, self._generation_batch)
+        try:
+            padded = self._padding.look(prompt_responses, self._prompt_batch, self._generation_batch)
+        except Exception:
+            log.exception("kvstore: what is under way is not saved; this is a bug in kvstore, please report it")
+            self._recordings.clear()
+            return
         if padded:
             # Padding that begins with the answer has not reached the prompt.
-            guarded(lambda: self._save_prompts(padded))
+            self._save_prompts(padded)
             log.info("kvstore: %d sequences of a batch are not kept: this model does not mask padding", len(padded))
             for uid in padded:
                 self._recordings.pop(uid, None)
@@ -118,25 +124,23 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
         return self._recordings.pop(uid, None)
 
     def _look(self, generation_responses: list[Any]) -> None:
+        """Save what a step made due. Each sequence by itself: what fails of one takes nothing from the others."""
         batch = self._prompt_batch
         for index, uid in enumerate(batch.uids):
-            recording = self._recordings.get(uid)
-            done = len(batch.tokens[index])
-            if recording is not None and batch.prompt_cache and recording.wants(done):
-                recording.reached(batch.prompt_cache, index, done)
+            if (recording := self._recordings.get(uid)) is not None and batch.prompt_cache:
+                done = len(batch.tokens[index])
+                guarded(partial(_reached, recording, batch.prompt_cache, index, done))
         for response in generation_responses:
             recording = self._recordings.get(response.uid)
-            if recording is None:
-                if response.finish_reason is not None:
-                    if response.uid in self._padding:
-                        self._tier.distrust(response.prompt_cache)
-                    self._forget(response.uid)
-                continue
-            recording.answered()
+            if recording is not None:
+                guarded(recording.answered)
             if response.finish_reason is not None:
+                if response.uid in self._padding:
+                    self._tier.distrust(response.prompt_cache)
+                elif recording is not None:
+                    self._tier.expect(response.prompt_cache, recording)
                 self._forget(response.uid)
-                self._tier.expect(response.prompt_cache, recording)
-            elif recording.prompt_due:
+            elif recording is not None and recording.prompt_due:
                 self._due.add(response.uid)
 
     def _save_prompts(self, due: set[int]) -> None:
@@ -144,7 +148,12 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
         for index, uid in enumerate(batch.uids):
             recording = self._recordings.get(uid)
             if uid in due and recording is not None:
-                recording.first_token(batch.prompt_cache, index, len(batch.tokens[index]))
+                guarded(partial(recording.first_token, batch.prompt_cache, index, len(batch.tokens[index])))
+
+
+def _reached(recording: Recording, caches: list[Any], index: int | None, done: int) -> None:
+    if recording.wants(done):
+        recording.reached(caches, index, done)
 
 
 def recording_stream_generate(
@@ -161,10 +170,21 @@ def recording_stream_generate(
             if kwargs.get("logits_processors"):
                 _show(kwargs, tier.reused)
             return generate(*args, **kwargs)  # type: ignore[no-any-return]  # mlx-lm ships no types
-        tier.expect(kwargs["prompt_cache"], recording)
-        return _Single(recording, quantization, tier.prefilled).responses(generate, *args, **kwargs)
+        caches = kwargs["prompt_cache"]
+        tier.expect(caches, recording)
+        responses = _Single(recording, quantization, tier.prefilled).responses(generate, *args, **kwargs)
+        return _or_else(responses, lambda: tier.give_up(caches))
 
     return wrapped
+
+
+def _or_else(responses: Iterator[Any], failed: Callable[[], None]) -> Iterator[Any]:
+    """The same responses; failed is called when there are no more because of an error."""
+    try:
+        yield from responses
+    except Exception:
+        failed()
+        raise
 
 
 def _show(settings: dict[str, Any], prefix: list[int]) -> None:
@@ -239,5 +259,5 @@ class _Single:
 
     def _reached(self, caches: list[Any], done: int) -> None:
         recording = self._recording
-        if done < len(recording.prompt) and recording.wants(done):
-            guarded(lambda: recording.reached(caches, None, done))
+        if done < len(recording.prompt):
+            guarded(lambda: _reached(recording, caches, None, done))

@@ -117,9 +117,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
 
     def _from_memory(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
         space = self._spaces.of(model)
-        # Its files may have been replaced before it was loaded again. mlx-lm knows it by its path, and would go on with
-        # the KV of the weights that were there.
-        key = self._keys[model] = model if space is None else (model, space.ids)
+        key = self._keys[model] = _key(model, space)
         if space is not None and space.most is not None:
             found = self._trie.search(key, tokens)
             if len(found.exact or found.longer or []) > space.most:
@@ -274,6 +272,10 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         """Announce that insert_cache will be called with this very list at the end of the recorded generation."""
         self._finishing[id(caches)] = (caches, recording)
 
+    def give_up(self, caches: Any) -> None:
+        """Announce that it will not be called with this very list: the generation failed."""
+        self._finishing.pop(id(caches), None)
+
     def distrust(self, caches: Any) -> None:
         """Announce that insert_cache will be called with this very list, which holds another request's padding."""
         self._distrusted[id(caches)] = caches
@@ -300,7 +302,17 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
                 return
             trim_prompt_cache(prompt_cache, len(tokens) - recording.prompt_end)
             tokens = tokens[: recording.prompt_end]
-        super().insert_cache(self._keys.get(model, model), tokens, prompt_cache, **kwargs)
+        # As it was fetched; another model may be loaded by now.
+        key = self._keys[model] if model in self._keys else _key(model, self._spaces.of(model))
+        super().insert_cache(key, tokens, prompt_cache, **kwargs)
+
+
+def _key(model: Any, space: ModelSpace | None) -> Any:
+    """What memory knows a model's prompts by.
+
+    mlx-lm knows it by its path alone, and goes on with the KV of weights that were replaced before it was loaded again.
+    """
+    return model if space is None else (model, space.ids)
 
 
 def _align(tokens: list[int], caches: list[Any]) -> list[int]:

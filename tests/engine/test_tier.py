@@ -155,7 +155,7 @@ def test_processors_of_a_request_that_nobody_records_see_what_memory_had(tier, f
 
 
 class Broken(NoSpaces):
-    stateful, most = False, None
+    stateful, most, ids = False, None, ("broken",)
 
     def of(self, model):
         return self

@@ -1,0 +1,102 @@
+"""What fails of one sequence of a batch, or of a request that is served alone, and what of it the others notice."""
+
+from __future__ import annotations
+
+import pytest
+from session_support import model_of, prompt_of
+
+from families import build
+from family_batch import KEY, tier_of
+from kvstore import Durability, Store
+from kvstore.keys import pack_tokens
+from kvstore_mlx.engine import RecordingBatchGenerator, recording_stream_generate
+from kvstore_mlx.padding import Padding
+from kvstore_mlx.recording import Recording
+from kvstore_mlx.restoring import find
+
+SHORT, LONG = prompt_of(100, 1), prompt_of(1500, 2)
+
+
+@pytest.fixture
+def batch(tmp_path):
+    """A tier and a generator that saves below it, its tier and its writer."""
+    with Store.open(tmp_path / "cache", interval=64, durability=Durability.NONE) as store:
+        tier, writer = tier_of(store, "llama", model_of("llama"))
+        yield RecordingBatchGenerator(model_of("llama"), prefill_step_size=64, tier=tier), tier, writer
+        writer.close(10)
+
+
+def add(generator, tier, prompt, count):
+    caches, rest = tier.fetch_nearest_cache(KEY, prompt)
+    known = prompt[: len(prompt) - len(rest)]
+    (uid,) = generator.insert_segments([[rest]], max_tokens=[count], caches=[caches], all_tokens=[known])
+    return uid
+
+
+def run(generator, tier, uids):
+    """All steps until these are answered; their tokens, prompts included."""
+    held = {}
+    while len(held) < len(uids):
+        for response in generator.next()[1]:
+            if response.finish_reason:
+                held[response.uid] = response.all_tokens[:]
+                tier.insert_cache(KEY, held[response.uid], response.prompt_cache, cache_type="assistant")
+    return [held[uid] for uid in uids]
+
+
+def saved(tier, tokens):
+    return find(tier._spaces.of(KEY).forms[0], pack_tokens(tokens)).count
+
+
+@pytest.mark.parametrize("step", ["wants", "reached", "first_token", "answered"])
+def test_a_sequence_that_cannot_be_saved_takes_nothing_from_the_others(batch, monkeypatch, caplog, step):
+    generator, tier, writer = batch
+    plain = getattr(Recording, step)
+
+    def failing(self, *args):
+        if len(self.prompt) == len(LONG):
+            raise ValueError("layers hold other tokens than were computed")
+        return plain(self, *args)
+
+    monkeypatch.setattr(Recording, step, failing)
+    first = add(generator, tier, SHORT, 6)
+    for _ in range(4):
+        generator.next()
+    short, long = run(generator, tier, [first, add(generator, tier, LONG, 4)])
+    assert writer.drain(20)
+    assert "other tokens than were computed" in caplog.text
+    assert saved(tier, short) >= len(short) - 1
+    assert not generator._recordings
+    assert not tier._finishing
+    del long
+
+
+def test_where_padding_is_cannot_be_told_nothing_is_saved(batch, monkeypatch, caplog):
+    generator, tier, writer = batch
+
+    def failing(*_):
+        raise RuntimeError("no idea")
+
+    monkeypatch.setattr(Padding, "look", failing)
+    short, long = run(generator, tier, [add(generator, tier, SHORT, 4), add(generator, tier, LONG, 4)])
+    assert writer.drain(20)
+    assert "no idea" in caplog.text
+    assert (saved(tier, short), saved(tier, long)) == (0, 0)
+
+
+def test_a_request_that_fails_lets_its_caches_go(batch):
+    _, tier, writer = batch
+
+    def failing(*_args, **_kwargs):
+        raise RuntimeError("the engine failed")
+        yield
+
+    tier.fetch_nearest_cache(KEY, SHORT)
+    responses = recording_stream_generate(failing, tier, None)(
+        model=model_of("llama"), prompt=SHORT, prompt_cache=build("llama").make_cache(), stream=None
+    )
+    assert tier._finishing
+    with pytest.raises(RuntimeError, match="the engine failed"):
+        next(responses)
+    assert not tier._finishing
+    del writer
