@@ -137,9 +137,7 @@ class Housekeeping:
             self._used, self._coldest, self._not_before = None, None, 0.0
         if self._used is None or (self._since > self._measure_after and self._monotonic() >= self._look_after):
             started = self._monotonic()
-            stands_on = namespace.standing(tokens).stands_on
-            self._used = self._look(stands_on)
-            self._keep_to_budget(stands_on)
+            self._used = self._look(namespace.standing(tokens).stands_on)
             now = self._monotonic()
             self._look_after = now + _PAUSE * (now - started)
         if self._used + size <= self._budget:
@@ -173,29 +171,28 @@ class Housekeeping:
         return None if coldest < warmth - self._warmth.margin_ns else Refusal.WARM
 
     def _look(self, stands_on: Container[Path]) -> int:
-        """What the directory takes. Namespaces over their quotas are cut back, which the budget alone may never do."""
+        """What the directory takes, cut back to its budget and its namespaces' quotas: the budget was lowered at a
+        restart, or others write, too. It is not one node for another, then, so how much each is wanted decides the
+        order alone. Raises UnavailableError.
+        """
         quotas = read_quotas(self._store.context)
         for problem in quotas.problems:
             log.warning("kvstore: %s", problem)
         self._measure_after = min([_MEASURE_AFTER_BYTES, *(size // 10 for size in quotas.sizes.values())])
-        if quotas.sizes:
-            policy = Policy(quotas=quotas.sizes, protect=stands_on, protect_ns=JUST_USED_NS, warmth=self._warmth)
-            return self._measure(self._collect(policy))
-        self._since = 0
-        return self._usage()
-
-    def _keep_to_budget(self, stands_on: Container[Path]) -> None:
-        """Cut a directory back that takes more than it may: the budget was lowered at a restart, or others write, too.
-
-        Then it is not one for another, and how much each is wanted decides the order alone.
-        """
-        if self._used is None or self._used <= self._budget:
-            return
-        policy = Policy(size=self._budget, spare=0, protect=stands_on, protect_ns=JUST_USED_NS, warmth=self._warmth)
-        try:
-            self._measure(self._collect(policy))
-        except KVStoreError as error:
-            log.warning("kvstore: could not collect: %s", error)
+        if not quotas.sizes:
+            self._since = 0
+            used = self._usage()
+            if used <= self._budget:
+                return used
+        policy = Policy(
+            size=self._budget,
+            quotas=quotas.sizes,
+            spare=0,
+            protect=stands_on,
+            protect_ns=JUST_USED_NS,
+            warmth=self._warmth,
+        )
+        return self._measure(self._collect(policy))
 
     def _replace(self, size: int, namespace: Namespace, tokens: bytes, ahead: int) -> Refusal | None:
         """Collect if the node is warm enough for another to go, and if that was not just found to be of no use."""

@@ -301,6 +301,27 @@ def test_a_budget_that_is_lowered_at_a_restart_holds_from_the_first_write_on(ser
     assert 7 <= len(manifests(one.store.path)) <= 9, "and hardly more goes than has to"
 
 
+def test_a_directory_over_a_quota_and_its_budget_is_cut_back_in_one_look(server, monkeypatch):
+    """Another makes room for the node that is to come, if it is wanted more than others."""
+    one = server(30)
+    other = one.store.namespace(NamespaceInfo({"model": "another"}))
+    other.publish(prompt(INTERVAL, 500), [Span(0, INTERVAL, SPECS, [bytes(512 * INTERVAL)])])
+    for number in range(12):
+        one.ahead += 5
+        one.request(prompt(INTERVAL, number))
+    one.ahead += 11
+    collect, reports = housekeeping.collect, []
+    monkeypatch.setattr(housekeeping, "collect", lambda *args: reports.append(collect(*args)) or reports[-1])
+    write_quota(one.store.context, one.space.id, 10 * NODE)
+    before = usage(one.store.context)
+    one.house = Housekeeping(one.store, before - 8 * NODE, None, lambda: time.monotonic() + one.ahead)
+    one.request(prompt(INTERVAL, 77))
+    assert len(reports) == 2
+    assert reports[0].after_bytes <= before - 8 * NODE
+    assert not reports[0].over_quota_bytes
+    assert not reports[0].unmet_bytes
+
+
 def test_a_small_quota_does_not_have_the_directory_looked_at_after_each_write(server, monkeypatch):
     one = server()
     write_quota(one.store.context, one.space.id, 0)
@@ -315,7 +336,7 @@ def test_a_small_quota_does_not_have_the_directory_looked_at_after_each_write(se
     for seed in range(8):
         one.request(prompt(INTERVAL, seed))
     assert len(looks) == 1
-    one.ahead += 21
+    one.ahead += 60
     one.request(prompt(INTERVAL, 9))
     assert len(looks) == 2
 
