@@ -16,8 +16,8 @@ from session_support import INTERVAL, model_of, prompt_of, session_of
 
 from kvstore import Durability, Store
 from kvstore_mlx.boundaries import MIN_TOKENS, Saving
-from kvstore_mlx.buffers import address_phase
 from kvstore_mlx.breakeven import BreakEven
+from kvstore_mlx.buffers import address_phase
 from kvstore_mlx.engine import RecordingBatchGenerator, recording_stream_generate
 from kvstore_mlx.forms import Form, ModelSpace
 from kvstore_mlx.gate import Gate
