@@ -18,6 +18,7 @@ import bench_breakeven
 import bench_decode
 import bench_fsync
 import bench_gc
+import bench_layers
 import bench_lookup
 import bench_peers
 import bench_plot
@@ -40,6 +41,7 @@ SUBCOMMANDS: dict[str, ModuleType] = {
     "ttft": bench_ttft,
     "break-even": bench_breakeven,
     "decode": bench_decode,
+    "layers": bench_layers,
     "tokens": bench_tokens,
     "fsync": bench_fsync,
     "blocks": bench_blocks,
