@@ -3,8 +3,8 @@
 Order matters, because a kill may come between any two calls. Folders first; then damaged files; then manifests whose
 blocks are missing, which looks at the blocks again; then manifests without a parent, ancestors first, after the names
 that are there have been listed again, and once more when they are set aside: what continues a parent that came
-meanwhile is put back. So every step only acts on what the directory says now, a publisher that writes a damaged block or
-node again in the meantime keeps what stands on it, and an interrupted repair is simply begun again.
+meanwhile is put back. So every step only acts on what the directory says now, a publisher that writes a damaged block
+or node again in the meantime keeps what stands on it, and an interrupted repair is simply begun again.
 
 A file is set aside by a rename under the publish lock, when it is still the file that was examined.
 """

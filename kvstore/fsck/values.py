@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstore.context import Context
+from kvstore.eviction import FUTURE_NS
 from kvstore.fs import NOT_A_FILE, FileSystem
 from kvstore.fsck.findings import Seen
 from kvstore.keys import Key
@@ -15,9 +16,6 @@ from kvstore.layout import Kind
 from kvstore.manifest import BlockRef, newer_format
 
 __all__ = ["Fault", "Inspected", "Node", "Reader", "is_future", "newer", "seen_of", "unopened"]
-
-FUTURE_NS = 24 * 3600 * 10**9
-"""How far a file's mtime may lie ahead: clocks of machines that share a directory differ, by minutes as a rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,10 @@ class Inspected(NamedTuple):
 
 
 def is_future(mtime_ns: int, now_ns: int) -> bool:
-    """Whether a file claims to have been used after now, by more than clocks differ."""
+    """Whether a file claims to have been used after now, by so much that no collection takes it at its word: a repair
+    must end what gc cannot judge. That a FAT volume keeps local time is no reason to allow more: what comes on one from
+    a zone to the east has times as wrong as any.
+    """
     return mtime_ns > now_ns + FUTURE_NS
 
 
