@@ -291,7 +291,10 @@ class Session:
         return self._writer is None or self._writer.drain(timeout)
 
     def close(self, timeout: float = 60.0) -> None:
-        """Write what is queued, then let the directory go. Answers of an event loop that are under way end."""
+        """Write what is queued, then let the directory go.
+
+        Answers of an event loop that are under way end after their step, as if there were no more tokens.
+        """
         self._turns.close()
         if self._writer is not None:
             self._writer.close(timeout)

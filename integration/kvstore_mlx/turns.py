@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -36,6 +37,10 @@ def outcome(steps: Generator[Any, None, Outcome]) -> Outcome:
             next(steps)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]  # Outcome, which StopIteration does not say
+
+
+class _ClosedError(Exception):
+    """The session was closed, and its answers end."""
 
 
 class Turns:
@@ -66,20 +71,21 @@ class Turns:
         """The same steps, on the thread of their own, while the event loop of the caller goes on.
 
         Whoever is cancelled, or closes this, waits until the step under way is done, and what it left is saved or
-        given up on the thread that made it.
+        given up on the thread that made it. When the session is closed the steps end, without an error.
         """
-        loop = asyncio.get_running_loop()
         thread = self._apart()
         self._open.add(steps)
         state = _random_state()
         try:
-            await loop.run_in_executor(thread, mx.random.seed, state)
-            while (step := await loop.run_in_executor(thread, self._step, steps)) is not _END:
-                yield step
+            with suppress(_ClosedError):
+                await _queued(thread, mx.random.seed, state)
+                while (step := await _queued(thread, self._step, steps)) is not _END:
+                    yield step
         finally:
             if steps in self._open:
                 # Queued at once, behind the step under way: a second cancellation ends the waiting and nothing else.
-                await asyncio.shield(loop.run_in_executor(thread, self._end, steps))
+                with suppress(_ClosedError):
+                    await asyncio.shield(_queued(thread, self._end, steps))
 
     def close(self) -> None:
         """End what is left of answers, on their thread, and the thread."""
@@ -107,6 +113,14 @@ class Turns:
         self._open.discard(steps)
         with self.taken:
             steps.close()
+
+
+def _queued(thread: ThreadPoolExecutor, call: Callable[..., Outcome], argument: Any) -> asyncio.Future[Outcome]:
+    """What the thread will have called, when it has; _ClosedError where it takes no more."""
+    try:
+        return asyncio.wrap_future(thread.submit(call, argument))
+    except RuntimeError as error:
+        raise _ClosedError from error
 
 
 def _random_state() -> int:

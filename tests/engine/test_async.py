@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from contextlib import aclosing, suppress
 
 import mlx.core as mx
@@ -273,20 +274,51 @@ def test_ended_between_two_tokens(opened, expected, ending):
 
 
 def test_closed_under_an_answer(opened, expected):
-    """The session's end is that of its answers; what they said is saved, and whoever asks for more is told."""
+    """The session's end is that of its answers, for who takes them, too; what they said is saved."""
 
     async def main() -> None:
         with opened() as cache:
             answer = cache.astream_generate(PROMPTS[0], max_tokens=12)
             for _ in range(5):
                 await anext(answer)
-        with pytest.raises(RuntimeError, match="after shutdown"):
-            await anext(answer)
+        assert [each async for each in answer] == []
 
     asyncio.run(main())
     with opened() as cache:
         said = [*cache.tokens_of(PROMPTS[0]), *expected[0][:5]]
         assert cache.restore(said).tokens == len(said)
+
+
+def test_closed_by_another_thread_within_a_piece_of_a_prefill(loaded, opened, expected):
+    """Whoever waits for it, or for its turn behind it, sees an answer without a token."""
+    within, go_on = threading.Event(), threading.Event()
+
+    def before() -> None:
+        within.set()
+        assert go_on.wait(WAIT_S)
+
+    def begun(cache) -> None:
+        while cache._turns._thread is not None:
+            time.sleep(0.001)
+
+    async def main(cache) -> list[list[int]]:
+        answers = [asyncio.create_task(tokens_of(cache, PROMPTS[0]))]
+        await asyncio.to_thread(within.wait, WAIT_S)
+        answers.append(asyncio.create_task(tokens_of(cache, PROMPTS[1])))
+        await asyncio.sleep(0.01)
+        closing = asyncio.create_task(asyncio.to_thread(cache.close))
+        await asyncio.to_thread(begun, cache)
+        await asyncio.sleep(0.01)
+        go_on.set()
+        found = await asyncio.gather(*answers)
+        await closing
+        return found
+
+    cache = opened()
+    loaded[0].before = before
+    assert asyncio.run(main(cache)) == [[], []]
+    assert not cache._turns._open
+    assert_right(opened, expected)
 
 
 def test_an_error_is_the_caller_s(loaded, opened, expected):
