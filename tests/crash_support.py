@@ -172,17 +172,32 @@ def where(folder: Path) -> str:
     return next((part for part in inside if part != "objects"), "top")
 
 
-def disks_after(
-    run: Callable[[int], CrashingFileSystem], calls: int, survivals: Sequence[str], folder: Path
-) -> Iterator[Path]:
-    """What a disk holds after a process was killed after each of so many calls, every different content once.
+def copy(source: Path, folder: Path) -> Path:
+    """A fresh copy, named as crashes expect it. Copied files are new to the clock, and so is what they need."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return Path(shutil.copytree(source, folder / "cache", symlinks=True))
 
-    run does the work in a fresh copy until it is killed after the given number of calls.
+
+def disks_after(
+    run: Callable[[Path, int], CrashingFileSystem],
+    source: Path,
+    folder: Path,
+    survivals: Sequence[str],
+    record_property: Callable[[str, object], None],
+) -> Iterator[Path]:
+    """What a disk holds after a process was killed after each of its calls, every different content once; how many
+    kills and disks that were goes into the report.
+
+    run does the work in a fresh copy of source until it is killed after the given number of calls.
     """
+    calls = len(run(copy(source, folder), 1 << 30).calls)
+    record_property("points", calls)
+    record_property("disks", calls * len(survivals))
     seen: set[int] = set()
     after = folder / "after"
     for limit in range(calls):
-        fs = run(limit)
+        fs = run(copy(source, folder), limit)
         assert fs.dead
         for how in survivals:
             shutil.rmtree(after, ignore_errors=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from core_support import open_store
-from crash_support import SURVIVALS, CrashingFileSystem, Disk, KilledError
+from crash_support import SURVIVALS, CrashingFileSystem, Disk, KilledError, copy
 from fsck_support import GROWN, LATER, LONG, OTHER, PROMPTS, block, errors, flip, make, node, refs, restored, run
 from gc_support import DAY, prompt, publish, space_of
 
@@ -51,13 +51,6 @@ def prepare(root: Path) -> Path:
     for name in "12":
         (stale / name).write_bytes(b"half a block")
     return root
-
-
-def copy(source: Path, folder: Path) -> Path:
-    """A fresh copy named as the crash support expects. Copied files are new to the clock, and so is what they need."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    return Path(shutil.copytree(source, folder / "cache", symlinks=True))
 
 
 def repair(root: Path, durability: Durability, limit: int) -> CrashingFileSystem:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from core_support import files, open_store
-from crash_support import SURVIVALS, CrashingFileSystem, Disk, KilledError
+from crash_support import SURVIVALS, CrashingFileSystem, Disk, KilledError, copy
 from gc_support import (
     DAY,
     TENANT,
@@ -74,13 +74,6 @@ def prepare(root: Path) -> Path:
     for name in "12":
         (stale / name).write_bytes(b"half a block")
     return root
-
-
-def copy(source: Path, folder: Path) -> Path:
-    """A fresh copy named as the crash support expects."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    return Path(shutil.copytree(source, folder / "cache", symlinks=True))
 
 
 def run(root: Path, durability: Durability, limit: int, budget: int) -> CrashingFileSystem:

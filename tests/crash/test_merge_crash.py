@@ -6,13 +6,12 @@ its blocks; the source is untouched; and merging again brings the rest.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from core_support import FAST, INFO, open_store, prompt, restore
-from crash_support import SURVIVALS, CrashingFileSystem, Disk, KilledError, disks_after
+from crash_support import SURVIVALS, CrashingFileSystem, Disk, KilledError, copy, disks_after
 from gc_support import DAY, TENANT, blocks, check_valid, manifests, named, publish, state
 from upkeep_support import assert_restores, later, memory_folder, read_state, snapshot
 
@@ -52,13 +51,6 @@ def prepare(root: Path) -> tuple[Path, Path]:
         copied.parent.mkdir(parents=True, exist_ok=True)
         copied.write_bytes(path.read_bytes()[:size])
     return source.root, target.root
-
-
-def copy(target: Path, folder: Path) -> Path:
-    """A fresh copy named as the crash support expects."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    return Path(shutil.copytree(target, folder / "cache", symlinks=True))
 
 
 def run(source: Path, root: Path, durability: Durability, limit: int) -> CrashingFileSystem:
@@ -110,15 +102,10 @@ def test_a_merge_can_end_anywhere(folder, durability, record_property):
     check(source, root)
     # Without syncing, a power cut may lose anything; a killed process still must not.
     survivals = SURVIVALS[1:] if durability is Durability.BARRIER else SURVIVALS[:1]
-    record_property("points", len(calls))
-    record_property("disks", len(calls) * len(survivals))
     checked = 0
     counted: set[int] = set()
     for after in disks_after(
-        lambda limit: run(source, copy(target, folder / "run"), durability, limit),
-        len(calls),
-        survivals,
-        folder / "run",
+        lambda root, limit: run(source, root, durability, limit), target, folder / "run", survivals, record_property
     ):
         checked += 1
         counted.add(len(manifests(after)))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from core_support import INFO, block_files, open_store, prompt, restore, spans
-from crash_support import SURVIVALS, CrashingFileSystem, Disk, FaultyFileSystem, KilledError, disks_after
+from crash_support import SURVIVALS, CrashingFileSystem, Disk, FaultyFileSystem, KilledError, copy, disks_after
 from gc_support import state
 from upkeep_support import read_state
 
@@ -201,13 +201,6 @@ def work(root: Path, durability: Durability, limit: int) -> CrashingFileSystem:
     return fs
 
 
-def copy(source: Path, folder: Path) -> Path:
-    """A fresh copy named as the crash support expects."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    return Path(shutil.copytree(source, folder / "cache", symlinks=True))
-
-
 def check_all(root: Path, *, lost: bool) -> None:
     """What was there is there, fsck finds nothing (lost: or what it can repair), and all can be saved again."""
     with open_store(root, None) as store:
@@ -258,11 +251,9 @@ def test_states_and_tokenizations_too_and_fsck_is_content(folder, durability, su
     calls = work(copy(source, folder / "run"), durability, 1 << 30).calls
     assert calls.count("rename nodes") == 4
     assert calls.count("rename tokens") == 1
-    record_property("points", len(calls))
-    record_property("disks", len(calls) * len(survivals))
     checked = 0
     for after in disks_after(
-        lambda limit: work(copy(source, folder / "run"), durability, limit), len(calls), survivals, folder / "run"
+        lambda root, limit: work(root, durability, limit), source, folder / "run", survivals, record_property
     ):
         checked += 1
         check_all(after, lost=lost)

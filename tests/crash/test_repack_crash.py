@@ -6,13 +6,12 @@ with all the blocks that it names; repacking again ends it; and a collection pas
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from core_support import FAST, INFO, open_store, prompt
-from crash_support import SURVIVALS, CrashingFileSystem, Disk, KilledError, disks_after
+from crash_support import SURVIVALS, CrashingFileSystem, Disk, KilledError, copy, disks_after
 from gc_support import DAY, blocks, check_valid, manifests, named, state
 from upkeep_support import assert_restores, counts, forget_tails, grow, later, memory_folder, named_bytes, read_state
 
@@ -44,13 +43,6 @@ def prepare(root: Path) -> Path:
         space.publish_state(TOKENS[:16], state(5))
     assert len(manifests(root)) == 6
     return root
-
-
-def copy(source: Path, folder: Path) -> Path:
-    """A fresh copy named as the crash support expects."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    return Path(shutil.copytree(source, folder / "cache", symlinks=True))
 
 
 def run(root: Path, durability: Durability, limit: int) -> CrashingFileSystem:
@@ -98,11 +90,9 @@ def test_a_repack_can_end_anywhere(folder, durability, record_property):
     states: set[tuple[int, ...]] = set()
     # Without syncing, a power cut may lose anything; a killed process still must not.
     survivals = SURVIVALS[1:] if durability is Durability.BARRIER else SURVIVALS[:1]
-    record_property("points", len(calls))
-    record_property("disks", len(calls) * len(survivals))
     checked = 0
     for after in disks_after(
-        lambda limit: run(copy(source, folder / "run"), durability, limit), len(calls), survivals, folder / "run"
+        lambda root, limit: run(root, durability, limit), source, folder / "run", survivals, record_property
     ):
         checked += 1
         states.add(tuple(len(decode(path.read_bytes()).blocks) for path in manifests(after)))
@@ -172,11 +162,9 @@ def test_dropping_tails_can_end_anywhere(folder, durability, record_property):
     assert counts(root) == GROWN_JOINED
     assert calls.count("unlink") == 3
     survivals = SURVIVALS if durability is Durability.BARRIER else SURVIVALS[:1]
-    record_property("points", len(calls))
-    record_property("disks", len(calls) * len(survivals))
     checked = 0
     for after in disks_after(
-        lambda limit: run_later(copy(source, folder / "run"), durability, limit), len(calls), survivals, folder / "run"
+        lambda root, limit: run_later(root, durability, limit), source, folder / "run", survivals, record_property
     ):
         checked += 1
         check_grown(after)
