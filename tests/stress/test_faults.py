@@ -232,57 +232,63 @@ class naming:  # noqa: N801 - reads as a statement
             error.add_note(f"with {self.what}")
 
 
+@pytest.fixture
+def at_each_call(base, place, record_property):
+    """Let something happen to the directory at each call of an operation in turn, which is tried twice, and look."""
+
+    def run(operation, make_fault, then) -> None:
+        calls = count_calls(operation, base, place)
+        record_property("what", AWAY)
+        record_property("faults", calls)
+        for at in range(calls):
+            fault = make_fault()
+            with open_base(base, place, fault) as store:
+                fault.calls.clear()
+                fault.at = at
+                with naming(f"call {at}"):
+                    attempt(operation, store)
+                    attempt(operation, store)
+                    look(store)
+                    then(store, fault)
+
+    return run
+
+
 @pytest.mark.parametrize("empty", [False, True], ids=["gone", "an empty mount point"])
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-def test_the_directory_vanishes_at_a_call(base, place, operation, empty, record_property):
+def test_the_directory_vanishes_at_a_call(at_each_call, place, operation, empty):
     root = place / "store"
-    calls = count_calls(operation, base, place)
-    record_property("what", AWAY)
-    record_property("faults", calls)
-    for at in range(calls):
-        fault = Vanish(root=root, empty=empty)
-        with open_base(base, place, fault) as store:
-            fault.calls.clear()
-            fault.at = at
-            with naming(f"call {at}"):
-                attempt(operation, store)
-                attempt(operation, store)
-                look(store)
-                # Nothing of ours is made where the volume is not.
-                assert root.exists() == empty
-                assert not empty or os.listdir(root) == []
-                fault.back()
-                afterwards(operation, store, fault)
+
+    def then(store: Store, fault: Vanish) -> None:
+        # Nothing of ours is made where the volume is not.
+        assert root.exists() == empty
+        assert not empty or os.listdir(root) == []
+        fault.back()
+        afterwards(operation, store, fault)
+
+    at_each_call(operation, lambda: Vanish(root=root, empty=empty), then)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-def test_the_directory_is_emptied_at_a_call(base, place, operation, record_property):
+def test_the_directory_is_emptied_at_a_call(at_each_call, place, operation):
     """Whatever was under way: what is published next finds a directory that was set up anew, and no error."""
-    calls = count_calls(operation, base, place)
-    record_property("what", AWAY)
-    record_property("faults", calls)
-    for at in range(calls):
-        fault = Emptied(root=place / "store")
-        with open_base(base, place, fault) as store:
-            fault.calls.clear()
-            fault.at = at
-            with naming(f"call {at}"):
-                attempt(operation, store)
-                attempt(operation, store)
-                restore(store)
-                restore_state(store)
-                fault.at = None
-                space = store.namespace(INFO)
-                space.publish(TOKENS, [ORACLE.span(TOKENS, 0, 32), ORACLE.span(TOKENS, 32, 40)])
-                space.publish_state(TOKENS[: 4 * 32], ORACLE.state(TOKENS[: 4 * 32]))
-                assert restore(store) >= 40
-                operation.call(store)
-                if operation.check is not check_look:  # what it saved is gone, as it should be
-                    operation.check(store)
+
+    def then(store: Store, fault: Emptied) -> None:
+        fault.at = None
+        space = store.namespace(INFO)
+        space.publish(TOKENS, [ORACLE.span(TOKENS, 0, 32), ORACLE.span(TOKENS, 32, 40)])
+        space.publish_state(TOKENS[: 4 * 32], ORACLE.state(TOKENS[: 4 * 32]))
+        assert restore(store) >= 40
+        operation.call(store)
+        if operation.check is not check_look:  # what it saved is gone, as it should be
+            operation.check(store)
+        store.close()
         assert staged(place / "store") == []
         examine(place / "store")
         with Store.open(place / "store", create=False, interval=INTERVAL) as fresh:
             assert restore(fresh) >= 40
+
+    at_each_call(operation, lambda: Emptied(root=place / "store"), then)
 
 
 @pytest.mark.parametrize("name", ["EIO", "EACCES", "EMFILE", "ENOSPC", "ESTALE"])
