@@ -30,6 +30,7 @@ from itertools import combinations
 from statistics import median
 from typing import NamedTuple
 
+from kvstore.sizes import format_size
 from kvstore_mlx.boundaries import MIN_TOKENS
 
 __all__ = ["BreakEven"]
@@ -54,15 +55,29 @@ class _Restore(NamedTuple):
 
 
 class _Costs(NamedTuple):
-    """C, F and B of this module's formula."""
+    """C, F and B of this module's formula. one_size: restores were all nearly as large, so no line goes through them;
+    fixed is then what one took, and byte its part of that.
+    """
 
     token: float
     fixed: float
     byte: float
+    one_size: bool = False
 
     def pays(self, gain: int, size: int) -> bool:
-        """Whether to read size bytes is quicker than to compute gain tokens."""
-        return self.fixed + size * self.byte < gain * self.token
+        """Whether to read size bytes is quicker than to compute gain tokens.
+
+        From restores of one size it is not known what less or more would take. The least it can be is assumed: what is
+        not tried would not be known for an hour.
+        """
+        read = min(self.fixed, size * self.byte) if self.one_size else self.fixed + size * self.byte
+        return read < gain * self.token
+
+    def reading(self) -> str:
+        """What a restore takes, in words."""
+        if self.one_size:
+            return f"{self.fixed * 1e3:.1f} ms for {format_size(self.fixed / self.byte)}"
+        return f"{self.fixed * 1e3:.1f} ms and " + (f"{1e-9 / self.byte:.2f} GB/s" if self.byte else "at once")
 
 
 class BreakEven:
@@ -127,8 +142,7 @@ class BreakEven:
         if learned is None:
             return f"prompts from {self.min_tokens(now)} tokens on are saved and restored"
         costs, length = learned
-        reading = f"{1e-9 / costs.byte:.2f} GB/s" if costs.byte else "at once"
-        return f"prefill {1 / costs.token:.0f} tokens/s, restore {costs.fixed * 1e3:.1f} ms and {reading}: " + (
+        return f"prefill {1 / costs.token:.0f} tokens/s, restore {costs.reading()}: " + (
             "restoring does not pay" if length == _NEVER else f"it pays from {length} tokens on"
         )
 
@@ -151,16 +165,13 @@ class BreakEven:
         if len(self._prefills) < _ENOUGH or len(self._restores) < _ENOUGH:
             return None
         if self._found is None:
-            byte = _slope(self._restores)
-            fixed = max(0.0, median(each.seconds - each.size * byte for each in self._restores))
-            costs = _Costs(median(cost for _, cost in self._prefills), fixed, byte)
+            costs = _costs(median(cost for _, cost in self._prefills), self._restores)
             pays = bisect_left(range(_NEVER), True, MIN_TOKENS, key=lambda count: costs.pays(count, self._size(count)))
             self._found = costs, pays
         return self._found
 
 
-def _slope(restores: deque[_Restore]) -> float:
-    """Seconds a byte. Sizes that are nearly equal say nothing of it, and then all of the time is put down to bytes."""
+def _costs(token: float, restores: deque[_Restore]) -> _Costs:
     slopes = [
         (b.seconds - a.seconds) / (b.size - a.size)
         for a, b in combinations(restores, 2)
@@ -168,5 +179,6 @@ def _slope(restores: deque[_Restore]) -> float:
     ]
     whole = median(each.seconds / each.size for each in restores)
     if len(slopes) < _ENOUGH:
-        return whole
-    return min(max(0.0, median(slopes)), whole)
+        return _Costs(token, median(each.seconds for each in restores), whole, one_size=True)
+    byte = min(max(0.0, median(slopes)), whole)
+    return _Costs(token, max(0.0, median(each.seconds - each.size * byte for each in restores)), byte)

@@ -132,7 +132,19 @@ def test_noise_changes_little():
     assert 400 < gate.min_tokens(0) < 700
 
 
-def test_restores_of_one_size_are_put_down_to_their_bytes():
+def test_restores_of_one_size_say_nothing_of_larger_ones():
+    """A fast small model: 80 tokens are computed in 8 ms and read in 10, hardly any of which is for their bytes."""
+    gate = BreakEven(rows=lambda tokens: tokens * 12 * KIB)
+    prefill(gate, 10_000)
+    restores(gate, 0.0099, 10 * GB, per_token=12 * KIB, lengths=(80,) * 9)
+    assert not gate.worth_restoring(80, 80 * 12 * KIB, 0)
+    assert gate.worth_restoring(200, 200 * 12 * KIB, 0)
+    assert gate.worth_saving(20_000, 0)
+    assert 90 < gate.min_tokens(0) < 110
+    assert "restore 10.0 ms for 960 KiB" in gate.describe(0)
+
+
+def test_restores_of_one_size_are_put_down_to_their_bytes_for_smaller_ones():
     gate = BreakEven(rows=lambda tokens: tokens * 100 * KIB)
     prefill(gate, 1000)
     restores(gate, 0.1, 2 * GB, lengths=(1000,) * 9)
