@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from core_support import INFO, node_files, open_store, prompt
+from core_support import INFO, node_files, prompt
 from gc_support import TENANT
 from upkeep_support import grow, snapshot
 
@@ -15,12 +15,6 @@ from kvstore.scan import usage
 
 def never() -> None:
     pass
-
-
-@pytest.fixture
-def store(tmp_path):
-    with open_store(tmp_path / "s") as opened:
-        yield opened
 
 
 def test_an_empty_directory(store):

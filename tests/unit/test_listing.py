@@ -22,12 +22,6 @@ from kvstore.marking import Marked, Marks
 from kvstore.scan import NodeFile
 
 
-@pytest.fixture
-def store(tmp_path):
-    with open_store(tmp_path / "s") as store:
-        yield store
-
-
 def conversations(store, namespaces=None):
     """By length."""
     return sorted(listing(store.context, namespaces).conversations, key=lambda each: (each.tokens, each.namespace))
