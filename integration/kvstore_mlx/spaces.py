@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,21 +73,26 @@ class Spaces:
         if loaded is None or loaded() is not self._provider.model:
             self._loaded[model_key] = weakref.ref(self._provider.model)
             space = self._known[model_key] = self._make(model_key)
-            self.made(_name(model_key), space, self._off.get(model_key, ""))
+            self.made(_told_apart(model_key, list(self._known)), space, self._off.get(model_key, ""))
         return self._known[model_key]
 
     def models(self) -> dict[str, str]:
-        """The models that were loaded, by name, each with why it is served without the directory, or with nothing."""
+        """The models that were loaded, by name, each with why it is served without the directory, or with nothing.
+
+        Whoever reaches the server may read it: no reason names a file.
+        """
+        known = dict(self._known)  # Another thread loads models meanwhile.
         found: dict[str, str] = {}
-        for model_key, space in list(self._known.items()):
+        for model_key, space in known.items():
             forms = [] if space is None else space.forms
             trouble = next((form.trouble for form in forms if form.trouble), "")
-            found[_name(model_key)] = self._off.get(model_key, "") or trouble
+            found[_told_apart(model_key, list(known))] = self._off.get(model_key, "") or trouble
         return found
 
     def _make(self, model_key: Any) -> ModelSpace | None:
         model, adapter, draft = model_key
         label = _name(model_key)
+        self._off.pop(model_key, None)
         started = time.perf_counter()
         try:
             space = make_space(
@@ -103,7 +108,7 @@ class Spaces:
             log.warning("kvstore: caching is off for %s: %s", model, error)
             return None
         except Exception as error:
-            self._off[model_key] = f"its files could not be identified ({error})"
+            self._off[model_key] = "its files could not be identified; the log says why"
             log.warning("kvstore: caching is off for %s: its files could not be identified (%s)", model, error)
             return None
         seconds = time.perf_counter() - started
@@ -115,6 +120,23 @@ class Spaces:
 def _name(model_key: Any) -> str:
     """What people call a model."""
     return Path(model_key[0]).name or str(model_key[0])
+
+
+def _told_apart(model_key: Any, known: Sequence[Any]) -> str:
+    """The same with what tells it from the others: folders above it, and what it is loaded with."""
+    name = _ending(model_key[0], [key[0] for key in known])
+    for place, word in ((1, "adapter"), (2, "draft")):
+        given = [key[place] for key in known if key[0] == model_key[0]]
+        if len(set(given)) > 1 and model_key[place] is not None:
+            name += f" with {word} {_ending(model_key[place], [each for each in given if each is not None])}"
+    return name
+
+
+def _ending(path: str, known: Iterable[str]) -> str:
+    """The last name of a path, or as many names as tell it from others."""
+    parts, others = Path(path).parts, [Path(other).parts for other in known if other != path]
+    count = next((n for n in range(1, len(parts) + 1) if all(other[-n:] != parts[-n:] for other in others)), 0)
+    return str(Path(*parts[-count:])) if count else str(path)
 
 
 def make_space(

@@ -41,6 +41,59 @@ def test_a_model_that_was_swapped_out_is_gone(spaces, provider, tiny_llama, draf
         space.forms[0].plan.make()
 
 
+def forms(*troubles: str) -> SimpleNamespace:
+    return SimpleNamespace(forms=[SimpleNamespace(trouble=trouble) for trouble in troubles])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {("org1/x", None, None): "org1/x", ("org2/x", None, None): "org2/x", ("org1/y", None, None): "y"},
+        {("x", None, None): "x", ("/a/x", None, None): "/a/x", ("/b/a/x", None, None): "b/a/x"},
+        {
+            ("o/x", None, None): "x",
+            ("o/x", "/l/one", None): "x with adapter l/one",
+            ("o/x", "/m/one", "o/d"): "x with adapter m/one with draft d",
+        },
+        {("a/x", None, None): "a/x", ("./a/x", None, None): "./a/x"},
+        {("/", None, None): "/", ("o/x", None, "d"): "x"},
+    ],
+)
+def test_no_model_hides_behind_another_of_its_name(spaces, keys):
+    """One that is off is told, whichever was loaded last."""
+    for off in keys:
+        spaces._known = {key: None if key == off else forms("", "") for key in keys}
+        spaces._off = {off: "it cannot be saved yet"}
+        assert spaces.models() == {name: "it cannot be saved yet" if key == off else "" for key, name in keys.items()}
+
+
+def test_both_forms_are_looked_at(spaces):
+    spaces._known = {("o/x", None, None): forms("", "the disk lies")}
+    assert spaces.models() == {"x": "the disk lies"}
+
+
+def test_a_model_that_was_off_may_be_on_when_it_is_loaded_again(spaces, provider, tiny_llama, monkeypatch, caplog):
+    """And why it was off names no file to whoever asks; the log does."""
+    key = (str(tiny_llama), None, None)
+    told = []
+    spaces.made = lambda name, space, why: told.append((name, space is None, why))
+    provider.model, _ = load(str(tiny_llama))
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore_mlx.spaces.identity_of", failing)
+        assert spaces.of(key) is None
+    why = "its files could not be identified; the log says why"
+    assert spaces.models() == {tiny_llama.name: why}
+    assert "/home/me/weights" in caplog.text
+    provider.model, _ = load(str(tiny_llama))
+    assert spaces.of(key) is not None
+    assert spaces.models() == {tiny_llama.name: ""}
+    assert told == [(tiny_llama.name, True, why), (tiny_llama.name, False, "")]
+
+
+def failing(*_):
+    raise FileNotFoundError(2, "No such file or directory", "/home/me/weights")
+
+
 def test_a_model_that_comes_back_has_the_namespace_it_had(spaces, provider, tiny_llama):
     key = (str(tiny_llama), None, None)
     provider.model, _ = load(str(tiny_llama))
