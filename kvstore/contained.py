@@ -6,7 +6,7 @@ instead of the tail's, so that nothing is lost with it, if
 
 - the sibling is whole (all of its blocks are there, the tail's first), stays, and was used no less recently: it is not
   evicted before the tail would have been;
-- a lookup finds it: the tail has a rung (64 tokens), and no more siblings share its rungs than a lookup opens;
+- a lookup finds it (kvstore.crowds);
 - the tail has no boundary state, which is a resume point that the sibling does not have;
 - no manifest beside it is damaged: that one may name its blocks.
 
@@ -16,7 +16,6 @@ Only the manifest goes, under the locks and only if it is the file that was seen
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,10 +23,10 @@ from pathlib import Path
 
 from kvstore.commit import intact_block
 from kvstore.context import Context
+from kvstore.crowds import Crowds
 from kvstore.eviction import PROTECT_NS, young
 from kvstore.locks import gc_lock
-from kvstore.lookup import MAX_OPENED
-from kvstore.marking import Marked, Marks, group_of, level_of
+from kvstore.marking import Marked, Marks
 from kvstore.sweep import Doomed, Sweeper
 
 __all__ = ["Cold", "drop_contained"]
@@ -100,20 +99,15 @@ def _droppable(cold: Cold, marks: Marks) -> Iterator[_Tail]:
     layout = cold.context.layout
     candidates = _candidates(cold, marks)
     going = set(candidates)
-    chunks = {_chunk(marks.nodes[index]) for index in candidates}
-    staying = Counter(
-        group
-        for index, node in enumerate(marks.nodes)
-        if index not in going and node.file.kind == "kv" and _chunk(node) in chunks
-        for group in _groups(node)
-    )
+    stay = (node for index, node in enumerate(marks.nodes) if index not in going)
+    crowds = Crowds(stay, [marks.nodes[index] for index in candidates])
     for index in candidates:
         tail = marks.nodes[index]
         siblings = [marks.nodes[longer] for longer in marks.containers[index] if longer not in going]
         sibling = next((each for each in siblings if _serves(cold, each, tail)), None)
-        if sibling is None or staying[_groups(tail)[-1]] > MAX_OPENED:
+        if sibling is None or not crowds.finds_longer(tail):
             going.discard(index)
-            staying.update(_groups(tail))
+            crowds.add(tail)
         else:
             yield _Tail(index, Doomed.node(layout, tail.file), sibling.file.path(layout))
 
@@ -126,7 +120,7 @@ def _candidates(cold: Cold, marks: Marks) -> list[int]:
     def may_go(tail: Marked) -> bool:
         file = tail.file
         return (
-            bool(tail.blocks and level_of(file.tokens))
+            bool(tail.blocks)
             and cold.is_wanted(tail)
             and cold.is_cold(tail)
             and not young(file.mtime_ns, file.ctime_ns, cold.now_ns, PROTECT_NS)
@@ -145,11 +139,6 @@ def _serves(cold: Cold, sibling: Marked, tail: Marked) -> bool:
         and cold.last_use(sibling) >= cold.last_use(tail)
         and all(intact_block(cold.context, digest, size) for digest, size in sibling.blocks)
     )
-
-
-def _groups(node: Marked) -> list[str]:
-    """What a node has in common with the siblings that share its first rung, its first two, and so on."""
-    return [group_of(node.file, level) for level in range(1, level_of(node.file.tokens) + 1)]
 
 
 def _name(node: Marked) -> str:

@@ -8,8 +8,8 @@ The order has four rules.
 2. Among what may go, the least recently used goes first. A node is as recently used as anything below it: a prompt's
    beginning is in use as long as one of its continuations is. So a budget smaller than one prompt keeps the beginning.
 3. Before all that, tails that a longer sibling contains: a restore takes the sibling's first tokens instead, so losing
-   them costs nothing. The sibling must be whole and used no less recently, and the tail must have no boundary state
-   (that is a resume point which the sibling does not have).
+   them costs nothing. The sibling must be whole, used no less recently and found by a lookup (kvstore.crowds), and the
+   tail must have no boundary state (that is a resume point which the sibling does not have).
 4. Never what was written or looked up just now, what the caller protects, what is too warm for what it would make room
    for, and what cannot be read: see young, Policy and _Families.allowed.
 
@@ -26,6 +26,7 @@ from pathlib import Path
 
 from kvstore.admission import Warmth
 from kvstore.context import Context
+from kvstore.crowds import Crowds
 from kvstore.layout import NodeName
 from kvstore.marking import Marks
 from kvstore.pacing import paced
@@ -201,11 +202,20 @@ class _Families:
 
     def take_contained(self, need: int) -> None:
         """Take tails that a sibling contains, least recently used first, until need bytes are freed."""
+        nodes = self._marks.nodes
         tails = [tail for tail in self._marks.containers if self._is_contained(tail)]
-        for tail in sorted(tails, key=lambda tail: self._used[_name(self._marks.nodes[tail].file)]):
+        if not tails:
+            return
+        left = (node for index, node in enumerate(paced(nodes, self._rest)) if index not in self._taken)
+        crowds = Crowds(left, [nodes[tail] for tail in tails])
+        for tail in sorted(tails, key=lambda tail: self._used[_name(nodes[tail].file)]):
             if self.plan.freed >= need:
                 return
-            self._take(tail)
+            crowds.remove(nodes[tail])
+            if crowds.finds_longer(nodes[tail]):
+                self._take(tail)
+            if tail not in self._taken:
+                crowds.add(nodes[tail])
 
     def take(self, need: int) -> None:
         """Take leaves, least recently used first, until need bytes are freed or only warm ones are left."""

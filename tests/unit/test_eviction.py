@@ -56,6 +56,14 @@ def store(tmp_path):
         yield later
 
 
+@pytest.fixture
+def wide(tmp_path):
+    """The same with chunks of 512 tokens, so that tails may have rungs (64 tokens)."""
+    with open_store(tmp_path / "wide", 512) as writer, ahead(tmp_path / "wide") as later:
+        later.writer = writer
+        yield later
+
+
 def test_a_conversation_goes_from_its_end(store):
     space = space_of(store.writer)
     publish(space, prompt(60))
@@ -184,46 +192,56 @@ def test_a_state_without_kv_can_go(store):
     assert victims(store) == names(space, prompt(10), "state")
 
 
-def test_contained_tails_go_before_anything_older(store):
-    space = space_of(store.writer)
-    publish(space, prompt(40, 1))
-    set_used(store.writer, space, prompt(40, 1), 5000)
-    grown = prompt(30)
-    publish(space, grown, 0, 16, 20, 25, 30)
-    kv = {end: names(space, grown[:end])[-1] for end in (16, 20, 25, 30)}
-    assert victims(store, 1) == [kv[20]]
-    assert victims(store)[:2] == [kv[20], kv[25]]
-    assert victims(store)[-2:] == [kv[30], kv[16]]
+def test_contained_tails_go_before_anything_older(wide):
+    space = space_of(wide.writer)
+    publish(space, prompt(540, 1), 0, 512, 540)
+    set_used(wide.writer, space, prompt(540, 1), 5000)
+    grown = prompt(812)
+    publish(space, grown, 0, 512, 582, 612, 812)
+    kv = {end: names(space, grown[:end])[-1] for end in (512, 582, 612, 812)}
+    assert victims(wide, 1) == [kv[582]]
+    assert victims(wide)[:2] == [kv[582], kv[612]]
+    assert victims(wide)[-2:] == [kv[812], kv[512]]
 
 
-def test_losing_a_contained_tail_frees_its_manifest_only(store):
+def test_losing_a_contained_tail_frees_its_manifest_only(wide):
     # The sibling grew from it, so they share the first block.
+    store = wide
     space = space_of(store.writer)
-    publish(space, prompt(14), 0, 5, 14)
+    publish(space, prompt(128), 0, 64, 128)
     found = scan(store.context)
     marks = mark(store.context, found.nodes)
     plan = choose(store.context, marks, found.blocks, Policy(), need=1, now_ns=store.context.clock())
-    assert [marks.nodes[index].file.tokens for index in plan.victims] == [5]
+    assert [marks.nodes[index].file.tokens for index in plan.victims] == [64]
     assert plan.freed == 4096
     plan = choose(store.context, marks, found.blocks, Policy(), need=EVERYTHING, now_ns=store.context.clock())
     assert plan.freed == 4 * 4096
 
 
-@pytest.mark.parametrize("reason", ["state", "older sibling", "no block", "short block", "damaged block", "bare"])
-def test_a_tail_that_would_be_missed_is_not_contained(store, reason):
+REASONS = ("state", "older sibling", "no block", "short block", "damaged block", "bare", "crowd")
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_tail_that_would_be_missed_is_not_contained(wide, reason):
+    store = wide
     space = space_of(store.writer)
-    grown = prompt(14)
-    publish(space, grown, 0, 5)
-    publish(space, grown, 0, 14)
+    grown = prompt(140)
+    publish(space, grown, 0, 70)
+    publish(space, grown, 0, 140)
     publish(space, prompt(9, 1))
     set_used(store.writer, space, prompt(9, 1), 5000)
-    tail, old = names(space, grown[:5])[0], names(space, prompt(9, 1))[0]
+    for seed in range(7):
+        publish(space, [*grown[:64], *prompt(90, 10 + seed)], 0, 154)
+    tail, old = names(space, grown[:70])[0], names(space, prompt(9, 1))[0]
     assert victims(store, 1) == [tail]
     found = scan(store.context)
-    (longer,) = (node for node in mark(store.context, found.nodes).nodes if node.file.tokens == 14)
+    (longer,) = (node for node in mark(store.context, found.nodes).nodes if node.file.tokens == 140)
     block = store.context.layout.block(longer.blocks[0][0])
     if reason == "state":
-        space.publish_state(grown[:5], state())
+        space.publish_state(grown[:70], state())
+    elif reason == "crowd":
+        # A lookup opens eight of those that begin alike, the longest first.
+        publish(space, [*grown[:64], *prompt(90, 20)], 0, 154)
     elif reason == "older sibling":
         os.utime(longer.file.path(store.context.layout), ns=(0, time.time_ns() - 100 * SECOND))
     elif reason == "no block":
@@ -237,6 +255,31 @@ def test_a_tail_that_would_be_missed_is_not_contained(store, reason):
     else:
         store.context.damaged.add(block)
     assert victims(store, 1) == [old]
+
+
+def test_a_tail_without_a_rung_is_not_contained(wide):
+    space = space_of(wide.writer)
+    publish(space, prompt(140), 0, 63, 140)
+    publish(space, prompt(9, 1))
+    set_used(wide.writer, space, prompt(9, 1), 5000)
+    assert victims(wide, 1) == names(space, prompt(9, 1))
+
+
+def test_a_tail_that_stays_keeps_others_of_its_crowd_and_one_that_goes_does_not(wide):
+    """Nine that begin alike, of which two are contained in a third: a lookup opens eight."""
+    space = space_of(wide.writer)
+    publish(space, prompt(9, 1))
+    set_used(wide.writer, space, prompt(9, 1), 5000)
+    grown = prompt(300)
+    publish(space, grown, 0, 70, 100, 300)
+    set_used(wide.writer, space, grown[:70], 50)
+    for seed in range(6):
+        publish(space, [*grown[:64], *prompt(90, 10 + seed)], 0, 154)
+    tails = [names(space, grown[:end])[0] for end in (70, 100)]
+    assert victims(wide, 1) == tails[:1]
+    assert victims(wide, 4097) == tails
+    publish(space, [*grown[:64], *prompt(90, 20)], 0, 154)
+    assert victims(wide, 4097) == names(space, prompt(9, 1))
 
 
 def test_what_was_just_written_stays(tmp_path):

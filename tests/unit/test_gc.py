@@ -28,6 +28,7 @@ from gc_support import (
     restore,
     set_used,
     space_of,
+    spans,
     state,
 )
 from hypothesis import HealthCheck, given, settings
@@ -178,6 +179,24 @@ def test_what_was_written_while_the_clock_was_ahead_is_counted_and_repaired(writ
         assert [(finding.code, finding.corrected) for finding in found] == [("mtime-future", True)] * 12
     report = gc(writer.path, HOUR - by, size=0)
     assert (report.nodes, report.future) == (6, 0)
+
+
+@pytest.mark.parametrize("branches", [7, 12])
+def test_a_warm_prompt_loses_no_token_while_there_is_a_cold_leaf(tmp_path, branches):
+    """Its tail may go only where a lookup finds a longer one that contains it, among all that begin alike."""
+    with open_store(tmp_path / "wide", 512) as store:
+        space = space_of(store)
+        cold, system = prompt(400, 77), prompt(300)
+        for tokens in (cold, system, [*system, *prompt(10, 99)]):
+            space.publish(tokens, spans(tokens, 0, len(tokens)))
+        for seed in range(branches):
+            other = [*system[:260], *prompt(200, 1000 + seed)]
+            space.publish(other, spans(other, 0, len(other)))
+        set_used(store, space, cold, 40 * DAY / SECOND)
+        report = gc(store.path, size=usage(store.context) - 1, spare=0)
+        assert report.nodes == 1
+        assert space.lookup([*system, *prompt(100, 7)]).count == 300
+        assert space.lookup(cold).count == (0 if branches == 12 else 400)
 
 
 def test_age_removes_whatever_the_room(writer):
