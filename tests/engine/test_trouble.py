@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,12 @@ def test_the_directory_vanishes_while_serving(serve, tiny_llama, tmp_path):
     other = server.chat(conversation(1, "another topic"))
     assert len(second.ids) == len(other.ids) == 12
     server.wait_log("WARNING - kvstore: not saved")
+    # Any web page may read this, mlx_lm.server's CORS header says; where the directory lies is for the log.
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health") as response:
+        health = response.read().decode()
+    assert "not saved: it, or the folder above it, does not exist" in health
+    assert str(directory.parent) not in health
+    assert str(directory) in server.warnings[-1]
     assert "Traceback" not in server.log
     assert server.stop() == 0
 
