@@ -38,8 +38,10 @@ def test_break_even_runs(tmp_path):
     document = run(tmp_path, "break-even", "--model", "tiny", "--lengths", "64,256", "--rounds", "1")
     found = document["models"]["tiny"]
     assert found["lengths"] == [64, 256]
-    assert found["restored_bytes"]["256"] == 256 * 4096 + found["restored_bytes"]["64"] - 64 * 4096
+    # A header beside the rows, whose length depends on where this process's memory begins.
+    assert all(0 < found["restored_bytes"][length] - int(length) * 4096 < 4096 for length in ("64", "256"))
     assert all(found["over_floor"][length]["n"] == 1 for length in ("64", "256"))
+    assert all(found["repeat_over_floor"][length]["n"] == 1 for length in ("64", "256"))
     assert found["disagreed"] == 0
 
 

@@ -73,6 +73,34 @@ def test_a_cold_restore_is_held_against_no_target():
     assert not [row for row in bench_targets.rows({"restore": cold}) if row.sample]
 
 
+def test_a_cold_file_beside_the_warm_one_has_a_table_and_a_plot_of_its_own():
+    documents = {}
+    for name in ("restore", "break-even"):
+        warm = json.loads((benchmarks_page.RAW / f"{name}.json").read_text(encoding="utf-8"))
+        cold = {**warm, "page_cache": "dropped before each (drop_caches)"}
+        documents |= {name: warm, f"{name}-cold": cold}
+        module = SUBCOMMANDS[name]
+        assert all("cold files" in str(table.title) for table in module.tables(cold))
+        assert all("cold files" in panel.title for panel in module.panels(cold))
+        assert not any("cold" in panel.title for panel in module.panels(warm))
+    text = benchmarks_page.page(documents)
+    for name in ("restore", "break-even"):
+        assert f"![{name}](bench/{name}-cold.svg)" in text
+    only_warm = [name for name in documents if not name.endswith("-cold")]
+    assert bench_targets.rows(documents) == bench_targets.rows({name: documents[name] for name in only_warm})
+
+
+def test_a_repeat_is_held_against_the_floor_where_it_was_measured():
+    document = json.loads((benchmarks_page.RAW / "break-even.json").read_text(encoding="utf-8"))
+    found = document["models"]["tiny"]
+    found["seconds"]["repeat"] = found["seconds"]["restored"]
+    found["repeat_over_floor"] = {length: {"values": [1.4]} for length in found["over_floor"]}
+    rows = [row for row in bench_targets.rows({"break-even": document}) if "of a repeat" in row.what]
+    assert [row.verdict(row.must) for row in rows] == ["met"] * 4
+    (table, *_) = SUBCOMMANDS["break-even"].tables(document)
+    assert "repeat over raw read + one step" in [column.header for column in table.columns]
+
+
 def test_raw_values_are_taken_with_their_plot(tmp_path):
     pytest.importorskip("matplotlib")
     values = {"n": 1, "median": 0.5, "min": 0.5, "max": 0.5, "values": [0.5]}
