@@ -81,13 +81,20 @@ class Spaces:
 
         Whoever reaches the server may read it: no reason names a file.
         """
-        known = dict(self._known)  # Another thread loads models meanwhile.
         found: dict[str, str] = {}
-        for model_key, space in known.items():
+        for name, (model_key, space) in self._named().items():
             forms = [] if space is None else space.forms
             trouble = next((form.trouble for form in forms if form.trouble), "")
-            found[_told_apart(model_key, list(known))] = self._off.get(model_key, "") or trouble
+            found[name] = self._off.get(model_key, "") or trouble
         return found
+
+    def spaces(self) -> dict[str, ModelSpace]:
+        """The spaces of the models that were loaded and have one, by the same names."""
+        return {name: space for name, (_, space) in self._named().items() if space is not None}
+
+    def _named(self) -> dict[str, tuple[Any, ModelSpace | None]]:
+        known = dict(self._known)  # Another thread loads models meanwhile.
+        return {_told_apart(model_key, list(known)): (model_key, space) for model_key, space in known.items()}
 
     def _make(self, model_key: Any) -> ModelSpace | None:
         model, adapter, draft = model_key

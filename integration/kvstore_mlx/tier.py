@@ -235,7 +235,8 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
     @property
     def restoring(self) -> dict[str, str]:
         """From where on restoring pays, in words, by model; from any thread."""
-        return {gate.label: gate.text for gate in list(self._gates.values())}
+        gates = dict(self._gates)
+        return {name: gates[space.ids].text for name, space in self._spaces.spaces().items() if space.ids in gates}
 
     def _record(self, space: ModelSpace, tokens: list[int], saved: dict[Form, int], reused: int) -> Recording:
         prompt, stable = self._announced

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import weakref
 from types import SimpleNamespace
 
@@ -10,7 +11,9 @@ import pytest
 from mlx_lm import load
 
 from kvstore import Store
+from kvstore_mlx.boundaries import Saving
 from kvstore_mlx.spaces import Settings, Spaces
+from kvstore_mlx.tier import TieredPromptCache
 from kvstore_mlx.versions import check_versions
 
 
@@ -65,6 +68,19 @@ def test_no_model_hides_behind_another_of_its_name(spaces, keys):
         spaces._known = {key: None if key == off else forms("", "") for key in keys}
         spaces._off = {off: "it cannot be saved yet"}
         assert spaces.models() == {name: "it cannot be saved yet" if key == off else "" for key, name in keys.items()}
+
+
+def test_what_pays_is_told_of_each_model(spaces, provider, tiny_llama, tmp_path):
+    tier = TieredPromptCache(10, spaces, None, Saving())
+    shutil.copytree(tiny_llama, tmp_path / tiny_llama.name)
+    gates = {}
+    for place, folder in enumerate((tiny_llama, tmp_path / tiny_llama.name)):
+        provider.model, _ = load(str(folder))
+        # Their namespaces are one: what is measured of one holds for the other.
+        gates[place] = tier._gate_of(spaces.of((str(folder), None, None)))
+    assert gates[0] is gates[1]
+    names = {f"{folder.name}/{tiny_llama.name}" for folder in (tiny_llama.parent, tmp_path)}
+    assert tier.restoring == dict.fromkeys(names, gates[0].text)
 
 
 def test_both_forms_are_looked_at(spaces):
