@@ -15,7 +15,8 @@ nothing is lost, whatever any clock says:
   not, the files it opened survive their names, and what this process looked up is protected by path.
 
 New files are young besides, and nothing young is removed (eviction.PROTECT_NS, eviction.GRACE_NS): that keeps what was
-just used, and what comes without the protocol, as rsync does.
+just used, and what comes without the protocol, as rsync does. What rsync found here and left out it does not keep: a
+block goes with its last manifest, and what the copy brings for it is a miss until it is copied again.
 
 Order of removal: manifests, children before parents; then a sync of their folders; then blocks that no manifest names.
 So a kill anywhere leaves a valid directory, with unreferenced blocks at worst, which a later collection removes. A

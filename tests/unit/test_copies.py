@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from core_support import FAST, INFO, open_store, prompt, restore, spans
-from gc_support import DAY, TENANT, check_valid, manifests, publish, state
+from gc_support import DAY, HOUR, TENANT, check_valid, manifests, publish, state
 from upkeep_support import assert_restores, forget_tails, grow, later, memory_folder, read_state, rest
 
 from kvstore import NamespaceInfo, Store
@@ -194,6 +194,36 @@ def test_a_copy_over_nodes_of_the_same_name_that_brings_blocks_first(folder, see
                 assert restore(store.namespace(info), tokens).tokens == len(tokens)
     copy_some(source, target, names, None)
     check_union(target)
+
+
+@pytest.mark.parametrize("healed", ["copied again", "computed again", "merged"])
+def test_what_a_collection_takes_of_the_target_during_a_copy_comes_with_the_next_one(folder, healed):
+    """docs/format.md, section 7: an evicted node's blocks go at once, and the copy has left them out by then."""
+    source, target = folder / "1", folder / "2"
+    for root, borders in ((source, (5, 9, 16, 20, 25)), (target, (5, 9))):
+        with open_store(root) as store:
+            grow(store.namespace(INFO), ONE, *borders)
+    blocks = [name for name in all_files(source) if "blocks" in name.parts]
+    missing = [name for name in blocks if not (target / name).exists()]
+    assert len(missing) == 3
+    copy_some(source, target, missing, None)
+    with later(target, HOUR) as store:
+        report = collect(store.context, Policy(size=0))
+    assert (report.nodes, report.blocks, report.waiting) == (2, 2, 3), "those that were brought wait for a day"
+    rest_of_it = [name for name in all_files(source) if name not in blocks and not (target / name).exists()]
+    copy_some(source, target, rest_of_it, None)
+    with open_store(target, None) as store:
+        assert restore(store.namespace(INFO), ONE).tokens == 0
+        if healed == "merged":
+            with open_store(source, None) as other:
+                assert merge(other.context, store.context).error == ""
+        elif healed == "computed again":
+            publish(store.namespace(INFO), ONE[:25], 0, 16, 25)
+        else:
+            copy_missing(source, target)
+    assert_restores(target, [(INFO, ONE[:25])])
+    if healed != "computed again":  # which heals what was asked for
+        check_valid(target)
 
 
 @pytest.mark.parametrize("copier", [copy_tree, copy_missing, cp, rsync])
