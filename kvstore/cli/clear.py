@@ -23,7 +23,7 @@ import typer
 from kvstore.clear import ClearReport, clear_unused
 from kvstore.clear import clear as delete
 from kvstore.cli.app import DirectoryArgument, JsonOption, app, console, counted, opened, print_json
-from kvstore.cli.common import DryRunOption, one_namespace, say
+from kvstore.cli.common import DryRunOption, one_namespace, say, unseen
 from kvstore.errors import KVStoreError
 from kvstore.sizes import format_size, parse_age
 
@@ -58,11 +58,11 @@ def clear(
         run = partial(delete, store.context, chosen)
         if older_than is not None:
             run = partial(clear_unused, store.context, int(parse_age(older_than) * 1e9), chosen)
-        report = _run(partial(run, dry_run=True))
+        report = _run(partial(run, dry_run=True), quiet=as_json)
         if not dry_run and not report.error:
             if not yes:
                 _ask(report, f"{store.path}" if chosen is None else f"namespace {chosen} in {store.path}")
-            report = _run(run)
+            report = _run(run, quiet=as_json)
         if as_json:
             print_json({"directory": str(store.path), **asdict(report)})
         elif not report.busy and (report.after_bytes or not report.error):
@@ -73,8 +73,8 @@ def clear(
             raise KVStoreError(report.error)
 
 
-def _run(run: partial[ClearReport]) -> ClearReport:
-    with console.status("looking at everything …") if console.is_terminal else nullcontext():
+def _run(run: partial[ClearReport], *, quiet: bool) -> ClearReport:
+    with nullcontext() if unseen(quiet) else console.status("looking at everything …"):
         return run()
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "plain",
     "say",
     "stages",
+    "unseen",
     "warn",
 ]
 
@@ -46,7 +47,7 @@ PrefixOption = Annotated[
 def bar(text: str, *, quiet: bool = False) -> Iterator[Told]:
     """A bar on stderr for bytes done of bytes in all, when that is a terminal."""
     columns = (TextColumn(text), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=_unseen(quiet)) as progress:
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=unseen(quiet)) as progress:
         task = progress.add_task(text, total=None)
         drawn = 0.0
 
@@ -67,7 +68,7 @@ def stages(texts: Mapping[str, str], *, quiet: bool = False) -> Iterator[ToldSta
     Where nobody knows how much there is (a total of 0), the bar moves to and fro beside what was counted.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[far]:>5}"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=_unseen(quiet)) as progress:
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=unseen(quiet)) as progress:
         tasks = {name: progress.add_task(text, total=None, visible=False, far="") for name, text in texts.items()}
         drawn: dict[str, float] = {}
 
@@ -81,7 +82,7 @@ def stages(texts: Mapping[str, str], *, quiet: bool = False) -> Iterator[ToldSta
         yield told
 
 
-def _unseen(quiet: bool) -> bool:
+def unseen(quiet: bool) -> bool:
     """Whether a bar is for nobody. FORCE_COLOR makes rich take a file for a terminal, where a bar is only noise."""
     return quiet or not (console.is_terminal and sys.stderr.isatty())
 

@@ -91,6 +91,15 @@ def test_nothing_is_drawn_beside_a_document(root, command):
     assert json.loads(seen.out)
 
 
+@pytest.mark.parametrize("terminal", ["err", None])
+@pytest.mark.parametrize("document", [True, False])
+def test_clear_only_says_that_it_looks(root, terminal, document):
+    more = ["--json"] if document else []
+    seen = run_at(terminal, "clear", str(root / "s"), "--all", "--dry-run", *more, env={"FORCE_COLOR": "1"})
+    assert seen.code == 0, seen
+    assert ("looking at everything" in plain(seen.err)) == (terminal is not None and not document)
+
+
 def test_bars_end_where_they_ought_to(root):
     """What is told last is all of it, and a bar of bytes counts up."""
     from kvstore.gc import Policy, collect
