@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -41,7 +40,6 @@ def chat(argv: Sequence[str]) -> int:
 
 
 def _command(name: str, argv: Sequence[str]) -> int:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         module = importlib.import_module(f"mlx_lm.{name}")
     except ImportError as error:

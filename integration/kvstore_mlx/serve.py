@@ -8,7 +8,6 @@ with, and how it starts and stops.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -25,7 +24,6 @@ _MAX_PORT = 65535
 
 def command(argv: Sequence[str]) -> int:
     """mlx_lm.server, with a cache directory when --kv-cache-dir is given; returns the exit code of the process."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         from mlx_lm import server  # noqa: PLC0415 - takes a second; only this command pays it
     except ImportError as error:

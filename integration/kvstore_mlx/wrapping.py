@@ -55,6 +55,9 @@ def run_engine(
             arguments = super().parse_args(*args, **kwargs)
             try:
                 cache = CacheArguments.take_from(arguments)
+                if cache.directory is not None:
+                    # Some of what a cache asks the system is a child process, which tokenizers would warn of.
+                    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
                 prepared(arguments, cache)
             except KVStoreError as error:
                 self.exit(2, f"{self.prog}: error: {error}\n")

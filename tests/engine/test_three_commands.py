@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import importlib
 import io
+import os
 import re
 import sys
 from pathlib import Path
@@ -236,6 +237,19 @@ def test_the_directory_is_the_named_one_else_the_variables_else_the_default(open
     assert not variable.exists()
     for flags in (["--kv-cache-dir"], ["--kv-cache-dir="], ["--kv-cache-dir", "--kv-cache-size", "1GiB"]):
         assert opened(*flags).path == variable
+
+
+def test_the_environment_is_that_of_mlx_lm_without_a_directory(opened, tmp_path, monkeypatch):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    before = dict(os.environ)
+    assert opened() is None
+    assert dict(os.environ) == before
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    opened("--kv-cache-dir", str(tmp_path / "cache"))
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM")
+    opened("--kv-cache-dir", str(tmp_path / "cache"))
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
 
 
 def test_the_salt_is_the_flags_else_the_variables(opened, tmp_path, monkeypatch):
