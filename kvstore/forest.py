@@ -7,7 +7,6 @@ what is known of it a place in some arrays: a directory may have a million, and 
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -43,7 +42,7 @@ class Forest:
     """
 
     def __init__(self, parts: Iterable[Marks]) -> None:
-        self._namespaces: dict[str, int] = {}
+        self._namespaces: dict[str, bytes] = {}
         self._number: dict[bytes, int] = {}
         self._names: list[bytes] = []
         self._used: list[int] = []
@@ -62,7 +61,7 @@ class Forest:
                     found.setdefault(name, []).append(node)
             for name, files in found.items():
                 self._add(name, files)
-                parents.append(name[:_NUMBER_BYTES] + bytes.fromhex(files[0].file.parent))
+                parents.append(self._start(files[0]) + bytes.fromhex(files[0].file.parent))
         self._above = array("q", (self._number.get(name, _NONE) for name in parents))
         self._children = array("I", bytes(4 * len(parents)))
         for above in self._above:
@@ -71,8 +70,13 @@ class Forest:
 
     def _name(self, node: Marked) -> bytes:
         """What a node is called here: the number of its namespace, and its key."""
-        number = self._namespaces.setdefault(node.file.namespace, len(self._namespaces))
-        return number.to_bytes(_NUMBER_BYTES) + bytes.fromhex(node.file.key)
+        return self._start(node) + bytes.fromhex(node.file.key)
+
+    def _start(self, node: Marked) -> bytes:
+        start = self._namespaces.get(node.file.namespace)
+        if start is None:
+            start = self._namespaces[node.file.namespace] = len(self._namespaces).to_bytes(_NUMBER_BYTES)
+        return start
 
     def _add(self, name: bytes, files: Sequence[Marked]) -> None:
         number = self._number[name] = len(self._names)
@@ -80,7 +84,8 @@ class Forest:
         self._used.append(max(node.file.mtime_ns for node in files))
         self._first.append(files[0].first)
         self._tokens.append(files[0].file.tokens)
-        self._kinds.append(sum(_KV if node.file.kind == "kv" else _STATE for node in files))
+        kinds = {node.file.kind for node in files}  # forged names may have a key more often than twice
+        self._kinds.append(_KV * ("kv" in kinds) | _STATE * ("state" in kinds))
         for digest, size in {digest: size for node in files for digest, size in node.blocks}.items():
             block = self._block.setdefault(digest, len(self._sizes))
             if block == len(self._sizes):
@@ -95,18 +100,19 @@ class Forest:
         """The leaves."""
         # Parents before children, by the position of their first token, which a forged circle of names cannot fool.
         order = sorted(range(len(self._names)), key=self._first.__getitem__)
-        own = self._own(order)
-        nodes, sizes, whole = array("Q", bytes(8 * len(order))), [0] * len(order), bytearray(len(order))
+        own = self._own()
+        nodes, whole = array("Q", bytes(8 * len(order))), bytearray(len(order))
+        sizes = [sum(map(self._sizes.__getitem__, self._blocks(number))) for number in range(len(order))]
         for number in order:
             above = self._above[number]
-            nodes[number] = 1
-            sizes[number] = sum(self._sizes[block] for block in self._blocks(number))
-            has_kv = bool(self._kinds[number] & _KV)
+            has_kv = self._kinds[number] & _KV
             if above != _NONE and nodes[above]:
-                nodes[number] += nodes[above]
+                nodes[number] = nodes[above] + 1
                 sizes[number] += sizes[above]
+                own[number] += own[above] if self._children[above] == 1 else 0
                 whole[number] = has_kv and whole[above] and self.end(above) == self._first[number]
             else:
+                nodes[number] = 1
                 whole[number] = has_kv and not self._first[number]
         namespaces = list(self._namespaces)
         for number, children in enumerate(self._children):
@@ -124,19 +130,12 @@ class Forest:
                     bool(whole[number]),
                 )
 
-    def _own(self, order: Sequence[int]) -> Counter[int]:
-        """Bytes of the blocks on a leaf's path that only nodes of this conversation name."""
-        own: Counter[int] = Counter()
-        leaves = array("q", [_NONE]) * len(order)
-        for number in reversed(order):
-            if not self._children[number]:
-                leaves[number] = number
-            if (leaf := leaves[number]) == _NONE:
-                continue
-            own[leaf] += sum(self._sizes[block] for block in self._blocks(number) if self._user[block] == number)
-            above = self._above[number]
-            if above != _NONE and self._children[above] == 1:
-                leaves[above] = leaf
+    def _own(self) -> list[int]:
+        """Bytes of the blocks that only one node names, by that node."""
+        own = [0] * len(self._names)
+        for user, size in zip(self._user, self._sizes, strict=True):
+            if user != _NONE:
+                own[user] += size
         return own
 
     def _blocks(self, number: int) -> array[int]:
@@ -144,7 +143,7 @@ class Forest:
 
     def find(self, namespace: str, key: str) -> int:
         """A node by its names. Raises KeyError."""
-        return self._number[self._namespaces[namespace].to_bytes(_NUMBER_BYTES) + bytes.fromhex(key)]
+        return self._number[self._namespaces[namespace] + bytes.fromhex(key)]
 
     def key(self, number: int) -> str:
         """A node's key as names carry it."""
@@ -172,7 +171,7 @@ class Forest:
 
     def of_namespace(self, namespace: str) -> Iterator[int]:
         """The nodes of one namespace."""
-        start = self._namespaces[namespace].to_bytes(_NUMBER_BYTES)
+        start = self._namespaces[namespace]
         return (number for number, name in enumerate(self._names) if name.startswith(start))
 
     def path(self, number: int) -> list[int]:

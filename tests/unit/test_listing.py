@@ -175,6 +175,20 @@ def test_forged_circles_end(store):
     assert [each.tokens for each in conversations(store)] == [9]
 
 
+def test_forged_names_of_one_node_are_one_node(store):
+    """Its key with other rungs: no lookup asks for them, but a listing comes across them all."""
+    space = space_of(store)
+    publish(space, prompt(9))
+    (good,) = manifests(store.path)
+    before = conversations(store)
+    for number in range(300):
+        (good.parent / good.name.replace("0" * 18, f"{number + 1:018x}")).write_bytes(good.read_bytes())
+    assert len(manifests(store.path)) == 301
+    (found,) = conversations(store)
+    assert (found.tokens, found.nodes, found.own, found.complete) == (9, 1, before[0].own, True)
+    assert not found.resumable
+
+
 def test_what_cannot_be_seen_is_an_error(tmp_path):
     class Failing(FileSystem):
         def read_file(self, path, limit):
