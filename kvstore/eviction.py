@@ -208,7 +208,7 @@ class _Families:
             return
         left = (node for index, node in enumerate(paced(nodes, self._rest)) if index not in self._taken)
         crowds = Crowds(left, [nodes[tail] for tail in tails])
-        for tail in sorted(tails, key=lambda tail: self._used[_name(nodes[tail].file)]):
+        for tail in paced(sorted(tails, key=lambda tail: self._used[_name(nodes[tail].file)]), self._rest):
             if self.plan.freed >= need:
                 return
             crowds.remove(nodes[tail])
