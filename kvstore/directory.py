@@ -99,7 +99,7 @@ def advice(error: OSError, file: str = "") -> str:
         errno.EROFS: "it is on a read-only file system; choose another directory",
         errno.EACCES: "permission denied; choose a directory you may write to",
         errno.EPERM: "permission denied; choose a directory you may write to",
-        errno.ENOENT: "the directory or the folder above it does not exist; create it or check that it is mounted",
+        errno.ENOENT: "the directory or its parent does not exist; create it or check that its volume is mounted",
         errno.ENOTDIR: "a part of the path is a file; choose another directory",
         errno.ELOOP: f"{file}a symbolic link where a file should be; move it away",
         errno.EISDIR: f"{file}a folder where a file should be; move it away",

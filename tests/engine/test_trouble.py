@@ -100,7 +100,7 @@ def test_the_directory_vanishes_while_serving(serve, tiny_llama, tmp_path):
     # Any web page may read this, mlx_lm.server's CORS header says; where the directory lies is for the log.
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health") as response:
         health = response.read().decode()
-    assert "not saved: the directory or the folder above it does not exist" in health
+    assert "not saved: the directory or its parent does not exist" in health
     assert str(directory.parent) not in health
     assert str(directory) in server.warnings[-1]
     assert "Traceback" not in server.log
