@@ -41,11 +41,11 @@ _VOCABULARY = 250
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of this subcommand."""
     parser.add_argument("--model", choices=MODELS, action="append", help="only this one (default: both)")
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens whose KV is read (default: 4096)")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens whose KV is read (default: 2048)")
     parser.add_argument(
-        "--rest", type=count_list, default=[1, 64, 256, 512], help="tokens computed after them (default: 1,64,256,512)"
+        "--rest", type=count_list, default=[1, 64, 256], help="tokens computed after them (default: 1,64,256)"
     )
-    parser.add_argument("--rounds", type=int, default=7, help="rounds (default: 7)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds (default: 5)")
 
 
 def run(options: argparse.Namespace) -> Outcome:
