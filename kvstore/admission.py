@@ -23,6 +23,8 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
+from kvstore.context import FUTURE_NS
+
 __all__ = ["JUST_USED_NS", "Warmth"]
 
 JUST_USED_NS = 10 * 10**9
@@ -57,8 +59,9 @@ _MAX_NAMES = 1 << 15
 class Warmth:
     """How warm nodes are, by name (any string that is one node's only). State of one process, lost with it.
 
-    All times are nanoseconds of one clock. It may go back: uses then count as if they came at once. Requests are noted
-    on an engine's thread while a writer's asks.
+    All times are nanoseconds of one clock. It may go back: by a little, and uses count as if they came at once; by more
+    than FUTURE_NS, and what was noted ahead of it is forgotten, or it would be warmer than anything for as long.
+    Requests are noted on an engine's thread while a writer's asks.
     """
 
     def __init__(self) -> None:
@@ -66,6 +69,7 @@ class Warmth:
         self._continued: set[str] = set()
         self._gaps: deque[int] = deque([_FIRST_PACE_NS] * _PRIOR, _GAPS)
         self._pace = _FIRST_PACE_NS
+        self._latest = 0
         self._lock = threading.Lock()
 
     @property
@@ -84,6 +88,7 @@ class Warmth:
         The first continuation of a node inherits its warmth, being the same conversation; a branch starts afresh.
         """
         with self._lock:
+            self._look_at_clock(now_ns)
             known = next((name for name in reversed(path) if name in self._uses), None)
             if known is not None:
                 self._note_gap(now_ns - self._uses[known][0])
@@ -95,6 +100,7 @@ class Warmth:
     def wanted(self, name: str, parent: str | None, now_ns: int) -> int:
         """The warmth of a node that a request would write now. parent: the node that it continues, if any."""
         with self._lock:
+            self._look_at_clock(now_ns)
             if name not in self._uses:
                 self._use(name, parent, now_ns)
             return max(self._uses[name][1], now_ns)
@@ -104,6 +110,14 @@ class Warmth:
         with self._lock:
             found = self._uses.get(name)
         return mtime_ns if found is None else max(found[1], mtime_ns)
+
+    def _look_at_clock(self, now_ns: int) -> None:
+        """Forget what was used after now, if that shows that the clock was set back."""
+        if now_ns < self._latest - FUTURE_NS:
+            self._uses = {name: use for name, use in self._uses.items() if max(use) <= now_ns + FUTURE_NS}
+            self._continued.intersection_update(self._uses)
+            self._latest = now_ns
+        self._latest = max(self._latest, now_ns)
 
     def _use(self, name: str, parent: str | None, now_ns: int) -> None:
         if name in self._uses:

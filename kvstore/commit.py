@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from kvstore.context import Context, Space
 from kvstore.errors import FormatVersionError, KVStoreError, MissingParentError
+from kvstore.fs import is_damage, status_of
 from kvstore.holds import kept_open
 from kvstore.keys import Buffer, block_digest
 from kvstore.layout import Kind
 from kvstore.locks import publish_lock
-from kvstore.lookup import Chunk, load_manifest
+from kvstore.lookup import Chunk, read_manifest
 from kvstore.manifest import MAX_MANIFEST_BYTES, BlockRef, Manifest, encode, newer_format
 from kvstore.staged import stage
 from kvstore.takeover import take_over
@@ -44,22 +45,25 @@ def node_path(space: Space, chunk: Chunk, kind: Kind = "kv") -> Path:
     return space.context.layout.node(space.id, chunk.name, kind)
 
 
-def existing(space: Space, chunk: Chunk, kind: Kind, *, bare: bool = False) -> Manifest | None:
+def existing(
+    space: Space, chunk: Chunk, kind: Kind, *, bare: bool = False, wrote: Callable[[int], None]
+) -> Manifest | None:
     """The node's manifest when it is whole, with all its blocks; it then counts as just used. bare: it may have none.
+    wrote is told the bytes of a copy that was made for that (kvstore.takeover).
 
     One that is not whole is remembered as damaged, so that put_node replaces it. Raises FormatVersionError for one of
-    a newer version, which nobody may replace.
+    a newer version, which nobody may replace, and OSError for one that cannot be read: it may be either, or whole.
     """
     context = space.context
     path = node_path(space, chunk, kind)
-    context.note_use(path)
-    if not path.exists():
+    context.note_use([str(path)])
+    if status_of(path) is None:
         return None
-    manifest = None if path in context.damaged else load_manifest(space, path)
+    manifest = None if path in context.damaged else read_manifest(space, path)
     if manifest is not None and (manifest.blocks or bare) and all(intact(context, ref) for ref in manifest.blocks):
         with suppress(OSError, KVStoreError):
             if not context.fs.touch(path, context.clock()):
-                take_over(context, path)
+                wrote(take_over(context, path))
         return manifest
     if (version := _newer_format(context, path)) is not None:
         raise FormatVersionError(f"{path} has format {version}, which a newer kvstore wrote; upgrade this one")
@@ -86,7 +90,7 @@ def place_block(context: Context, staged: Path, ref: BlockRef) -> int:
         return 0
     try:
         make_folders(context, path.parent)
-        if path.exists():
+        if status_of(path) is not None:
             # Whatever loses its name to the new file gives its space back when the lock is free.
             with kept_open(context.fs, path), publish_lock(context.layout):
                 if intact(context, ref):
@@ -94,8 +98,9 @@ def place_block(context: Context, staged: Path, ref: BlockRef) -> int:
                     context.fs.rename(staged, path)
                 else:
                     # Short or known to be damaged: the right bytes take its place.
-                    context.damaged.add(path)
-                    _put(context, staged, path)
+                    _set_aside(context, path)
+                    context.fs.rename(staged, path)
+                    context.damaged.discard(path)
         else:
             context.fs.rename(staged, path)
             context.damaged.discard(path)
@@ -121,7 +126,9 @@ def _freshened(context: Context, ref: BlockRef) -> bool:
 
 
 def put_node(space: Space, chunk: Chunk, kind: Kind, refs: tuple[BlockRef, ...], above: Path | None) -> int:
-    """Commit a node whose blocks are in place; returns the manifest's bytes. above: see put_manifest."""
+    """Commit a node whose blocks are in place; returns the bytes written: the manifest's, and those of copies that it
+    took (kvstore.takeover). above: see put_manifest.
+    """
     context = space.context
     path = node_path(space, chunk, kind)
     manifest = encode(
@@ -138,8 +145,9 @@ def put_node(space: Space, chunk: Chunk, kind: Kind, refs: tuple[BlockRef, ...],
             context.writer,
         )
     )
-    put_manifest(context, path, manifest, refs, above)
-    return len(manifest)
+    copied: list[int] = []
+    put_manifest(context, path, manifest, refs, above, wrote=copied.append)
+    return len(manifest) + sum(copied)
 
 
 def put_manifest(
@@ -150,11 +158,12 @@ def put_manifest(
     above: Path | None,
     *,
     used_ns: int | None = None,
+    wrote: Callable[[int], None] = lambda _: None,
 ) -> bool:
     """Commit an encoded manifest whose blocks are in place; False when there is one already.
 
     above: the manifest that it stands on, if any: its parent's, or for a state that of its KV. used_ns: when its prefix
-    was last used, if not now. Raises MissingParentError when what it needs is gone.
+    was last used, if not now. wrote is told the bytes of copies. Raises MissingParentError when what it needs is gone.
     """
     staged = stage(context, [manifest])
     own: set[Path] = set()
@@ -172,7 +181,7 @@ def put_manifest(
                     placed = _put(context, staged, path)
                     break
             for each in old:
-                take_over(context, each)
+                wrote(take_over(context, each))
                 own.add(each)
     except BaseException:
         context.staging.discard(staged)
@@ -223,7 +232,9 @@ def put_file(context: Context, path: Path, data: Sequence[Buffer], used_ns: int 
 
 
 def intact(context: Context, ref: BlockRef) -> bool:
-    """Whether a block is there with its size, and nobody in this process found it damaged."""
+    """Whether a block is there with its size, and nobody in this process found it damaged. Raises OSError when it
+    cannot be told, as the following do.
+    """
     return intact_block(context, ref.digest, ref.size)
 
 
@@ -241,34 +252,43 @@ def _is_there(context: Context, ref: BlockRef) -> bool:
 
 
 def _has_size(path: Path, size: int) -> bool:
-    try:
-        status = os.stat(path, follow_symlinks=False)
-    except OSError:
-        return False
-    return stat.S_ISREG(status.st_mode) and status.st_size == size
+    status = status_of(path)
+    return status is not None and stat.S_ISREG(status.st_mode) and status.st_size == size
 
 
 def _put(context: Context, staged: Path, path: Path) -> bool:
-    """Give a staged file its name, under the publish lock. The first writer wins, unless its file is damaged: that one
-    is moved to quarantine first, never overwritten. False when the first writer was somebody else, or a newer kvstore.
+    """Give a staged manifest its name, under the publish lock. The first writer wins, unless its file is damaged: that
+    one is moved to quarantine first, never overwritten. False when the first writer was somebody else, or a newer
+    kvstore.
     """
-    if path.exists():
+    if status_of(path) is not None:
         if path not in context.damaged or _newer_format(context, path) is not None:
             context.staging.discard(staged)
             return False
-        context.fs.rename(path, free_quarantine(context, path.name))
+        _set_aside(context, path)
     context.fs.rename(staged, path)
     context.damaged.discard(path)
     return True
 
 
 def _newer_format(context: Context, path: Path) -> int | None:
-    """The format of a manifest that a newer kvstore wrote; None for anything else, and for what cannot be read."""
+    """The format of a manifest that a newer kvstore wrote; None for anything else.
+
+    Raises OSError for one that cannot be read: nobody knows who wrote it.
+    """
     try:
         data, _ = context.fs.read_file(path, MAX_MANIFEST_BYTES)
-    except OSError:
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        if is_damage(error):
+            return None
+        raise
     return newer_format(data)
+
+
+def _set_aside(context: Context, path: Path) -> None:
+    context.fs.rename(path, free_quarantine(context, path.name))
 
 
 def free_quarantine(context: Context, name: str) -> Path:

@@ -47,7 +47,7 @@ class Cold:
 
     def is_cold(self, node: Marked) -> bool:
         """Whether a node rests, also as far as this process knows."""
-        recent = self.context.recent.get(node.file.path(self.context.layout), 0)
+        recent = self.context.last_use(node.file.path(self.context.layout), self.now_ns)
         return max(self.last_use(node), recent) <= self.limit_ns
 
     def last_use(self, node: Marked) -> int:

@@ -11,8 +11,8 @@ import re
 import secrets
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from pathlib import Path
@@ -25,13 +25,17 @@ from kvstore.layout import NAME_KEY_BYTES, Layout
 from kvstore.namespace import NamespaceInfo
 from kvstore.pacing import Pace
 
-__all__ = ["Clock", "Context", "Counters", "Owner", "Space", "Staging", "remove_staged", "this_process"]
+__all__ = ["FUTURE_NS", "Clock", "Context", "Counters", "Owner", "Space", "Staging", "remove_staged", "this_process"]
 
 _MAX_RECENT = 16384
 """Manifests remembered as used: hundreds of long prompts, a few megabytes."""
 
 Clock: TypeAlias = Callable[[], int]
 """Nanoseconds since the epoch, as time.time_ns gives them."""
+
+FUTURE_NS = 3600 * 10**9
+"""A time this far ahead of the clock may still be a true one: no collection takes longer. One further ahead says
+nothing: it is from before the clock was set back."""
 
 
 @dataclass
@@ -185,8 +189,9 @@ class Context:
 
     damaged: block and manifest paths that this process found damaged. They stay where they are until a publish holds
     the right bytes and replaces them; a reader never changes the directory (a copy into it may still be under way).
-    recent: manifests that this process restored or published, and when; a collection leaves the newest alone. pace: how
-    much of its time a publish may take.
+    recent: manifests that this process looked up, restored or published, and when; a collection leaves the newest
+    alone, and those that it reads just now. (By their paths as strings, because a lookup notes each.) pace: how much of
+    its time a publish may take.
     """
 
     layout: Layout
@@ -196,16 +201,43 @@ class Context:
     writer: str
     counters: Counters = field(default_factory=Counters)
     damaged: set[Path] = field(default_factory=set)
-    recent: dict[Path, int] = field(default_factory=dict)
+    recent: dict[str, int] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
+    _read: list[frozenset[str]] = field(default_factory=list)
 
-    def note_use(self, path: Path) -> None:
-        """Remember that this process used a manifest just now; the oldest are forgotten beyond some thousands."""
-        self.recent.pop(path, None)
-        self.recent[path] = self.clock()
+    def note_use(self, paths: Iterable[str]) -> None:
+        """Remember that this process used manifests just now; the oldest are forgotten beyond some thousands."""
+        now = self.clock()
+        for path in paths:
+            self.recent.pop(path, None)
+            self.recent[path] = now
         if len(self.recent) > _MAX_RECENT:
             for oldest in list(self.recent)[: _MAX_RECENT // 2]:
                 self.recent.pop(oldest, None)
+
+    @contextmanager
+    def reading(self, paths: Iterable[str]) -> Iterator[None]:
+        """Manifests that are read here, with what they name: used from now until a while after, however long it takes.
+
+        Blocks are opened some at a time, and those that are not open yet have only their names to live by.
+        """
+        held = frozenset(paths)
+        self._read.append(held)
+        try:
+            self.note_use(held)
+            yield
+        finally:
+            self.note_use(held)
+            self._read.remove(held)
+
+    def is_read(self, path: Path) -> bool:
+        """Whether some thread reads what a manifest names just now."""
+        return any(str(path) in held for held in tuple(self._read))
+
+    def last_use(self, path: Path, now_ns: int) -> int:
+        """When this process used a manifest; 0 when it did not, or at a time that says nothing now (FUTURE_NS)."""
+        used = self.recent.get(str(path), 0)
+        return used if used <= now_ns + FUTURE_NS else 0
 
     @cached_property
     def staging(self) -> Staging:

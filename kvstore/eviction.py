@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvstore.admission import Warmth
-from kvstore.context import Context
+from kvstore.context import FUTURE_NS, Context
 from kvstore.crowds import Crowds
 from kvstore.layout import NodeName
 from kvstore.marking import Marks
@@ -52,9 +52,6 @@ by all that it writes meanwhile."""
 GRACE_NS = 24 * 3600 * 10**9
 """How long a block that no manifest names is kept. A publisher needs seconds from block to manifest, but a copy of
 another cache directory brings all blocks before the first manifest (rsync goes by name), and may take a night."""
-
-FUTURE_NS = 3600 * 10**9
-"""A time this far ahead of the clock may still be a true one: no collection takes longer."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +166,8 @@ class _Families:
         self._now = now_ns
         self._rest = rest
         self.plan = Plan()
-        parsed = ((NodeName.parse(path.name), used) for path, used in list(context.recent.items()))
-        self._recent = {found[0].key: used for found, used in parsed if found is not None}
+        parsed = ((NodeName.parse(path.rpartition("/")[2]), used) for path, used in list(context.recent.items()))
+        self._recent = {found[0].key: used for found, used in parsed if found and used <= now_ns + FUTURE_NS}
         self._taken: set[int] = set()
         self._held: int | None = None
         self._dropped: Counter[bytes] = Counter()
@@ -340,12 +337,13 @@ class _Families:
 
 
 def is_protected(context: Context, policy: Policy, path: Path, now_ns: int) -> bool:
-    """Whether the caller protects a manifest, or this process restored or published it just now.
+    """Whether the caller protects a manifest, or this process reads it, or looked it up or published it just now.
 
-    The latter beside the file's own times, because a lookup refreshes those at most once an hour.
+    That beside the file's own times, because a restore refreshes those at most once an hour.
     """
-    window = policy.protect_ns
-    return path in policy.protect or now_ns - context.recent.get(path, now_ns - window) < window
+    used = context.last_use(path, now_ns)
+    just_used = used > 0 and now_ns - used < policy.protect_ns
+    return just_used or path in policy.protect or context.is_read(path)
 
 
 def _name(file: NodeFile) -> str:

@@ -24,7 +24,17 @@ from pathlib import Path
 from kvstore import macos
 from kvstore.keys import Buffer
 
-__all__ = ["NOT_A_FILE", "Durability", "FileSystem", "allocated_bytes", "mostly_holes", "out_of_files", "preadv_full"]
+__all__ = [
+    "NOT_A_FILE",
+    "Durability",
+    "FileSystem",
+    "allocated_bytes",
+    "is_damage",
+    "mostly_holes",
+    "out_of_files",
+    "preadv_full",
+    "status_of",
+]
 
 _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 # Linux moves at most this many bytes in one call (0x7ffff000); macOS refuses more than INT_MAX with EINVAL.
@@ -241,6 +251,23 @@ def mostly_holes(fd: int, status: os.stat_result) -> bool:
     return first * _HOLES < status.st_size
 
 
+def status_of(path: Path) -> os.stat_result | None:
+    """What a name stands for, or None when nothing has it. Raises OSError when that cannot be told."""
+    try:
+        return os.stat(path, follow_symlinks=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether what opening or reading a file raised says that the file is not what its name promises.
+
+    Any other OSError (no permission, no descriptors, a stale handle, a disk that does not answer) says nothing about
+    the file: it may be whole, and may not be replaced for that.
+    """
+    return not isinstance(error, OSError) or error.errno in NOT_A_FILE
+
+
 def out_of_files(error: BaseException) -> bool:
     """Whether an error says that no more files can be open just now: nothing about the file that was to be opened."""
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
@@ -251,6 +278,8 @@ def _batches(parts: Iterable[Buffer]) -> Iterator[list[memoryview]]:
     batch: list[memoryview] = []
     size = 0
     for part in parts:
+        if not memoryview(part).nbytes:
+            continue  # The view of an array without elements cannot be cast.
         view = memoryview(part).cast("B")
         while view.nbytes:
             piece, view = view[: _MAX_TRANSFER - size], view[_MAX_TRANSFER - size :]

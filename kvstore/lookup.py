@@ -4,7 +4,9 @@ Everything in a full chunk's file name can be computed from the prompt, so the w
 At the first miss, one listing of the parent's folder finds the longest exact tail (by comparing keys) and the child
 that shares most tokens with the prompt although it differs later (by its rungs, opening only the few best).
 
-A lookup reads no KV and changes nothing. It holds no index: nothing to rebuild, nothing to go stale.
+A lookup reads no KV and changes nothing in the directory. It holds no index: nothing to rebuild, nothing to go stale.
+What it found counts as used from then on (Context.note_use), so that no collection of this process takes it away before
+it is read.
 """
 
 from __future__ import annotations
@@ -17,12 +19,23 @@ from typing import NamedTuple
 
 from kvstore.context import Space
 from kvstore.errors import DamagedManifestError
-from kvstore.fs import out_of_files
+from kvstore.fs import is_damage, out_of_files
 from kvstore.keys import RUNGS, TOKEN_BYTES, Key, node_key, rungs
 from kvstore.layout import NAME_KEY_BYTES, NodeName
 from kvstore.manifest import Manifest, decode, max_manifest_bytes
 
-__all__ = ["Chunk", "Match", "Step", "chunks", "common_tokens", "find", "has_state", "load_manifest", "siblings"]
+__all__ = [
+    "Chunk",
+    "Match",
+    "Step",
+    "chunks",
+    "common_tokens",
+    "find",
+    "has_state",
+    "load_manifest",
+    "read_manifest",
+    "siblings",
+]
 
 MAX_OPENED = 8
 """Candidates opened at the first miss: each costs about 20 us, and the rungs have put the best first."""
@@ -130,6 +143,7 @@ def find(space: Space, packed: bytes, *, trimmable: bool = True) -> Match:
         match = _state_tail(space, packed, steps, rest)
     if match.count:
         counters.add(hits=1)
+        space.context.note_use([step.where for step in match.steps])
     return match
 
 
@@ -271,7 +285,20 @@ def _step(space: Space, first: int, name: NodeName) -> Step | None:
 
 
 def load_manifest(space: Space, path: Path) -> Manifest | None:
-    """The checked manifest of a node; None when it is gone or damaged (counted, and remembered as damaged)."""
+    """As read_manifest, for who can do without: one that cannot be read now is as good as none (counted as missing)."""
+    try:
+        return read_manifest(space, path)
+    except OSError as error:
+        if not out_of_files(error):
+            space.context.counters.add(missing=1)
+        return None
+
+
+def read_manifest(space: Space, path: Path) -> Manifest | None:
+    """The checked manifest of a node; None when it is gone or damaged (counted, and remembered as damaged).
+
+    Raises OSError when it cannot be read: it may be whole.
+    """
     context = space.context
     try:
         data, _ = context.fs.read_file(path, max_manifest_bytes(context.interval))
@@ -282,9 +309,10 @@ def load_manifest(space: Space, path: Path) -> Manifest | None:
         context.counters.add(missing=1)
         return None
     except (OSError, DamagedManifestError) as error:
-        if not out_of_files(error):
-            context.counters.add(damaged=1)
-            context.damaged.add(path)
+        if not is_damage(error):
+            raise
+        context.counters.add(damaged=1)
+        context.damaged.add(path)
         return None
     return manifest
 

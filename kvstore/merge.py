@@ -244,13 +244,18 @@ class _Merge:
         """Whether the target has a node with all its blocks, given those that the source has of the same name.
 
         One that is not whole, or without the blocks that the source's has, is remembered as damaged, so that
-        put_manifest sets it aside.
+        put_manifest sets it aside. One that cannot be read may be whole, and stays.
         """
         there = None
-        with suppress(OSError, DamagedManifestError):
+        try:
             there = load(self._target, file)
             if there is None:
                 return False
+        except DamagedManifestError:
+            pass
+        except OSError as error:
+            self._problem(f"manifest {path} cannot be read ({error.strerror}); it is left as it is")
+            return True
         with suppress(DamagedBlockError):
             if (
                 there is not None

@@ -30,6 +30,8 @@ _T = TypeVar("_T")
 
 def slices(part: Buffer) -> Iterator[memoryview]:
     """A buffer's bytes in pieces between which one may rest."""
+    if not memoryview(part).nbytes:
+        return  # The view of an array without elements cannot be cast.
     view = memoryview(part).cast("B")
     for at in range(0, view.nbytes, _SLICE):
         yield view[at : at + _SLICE]

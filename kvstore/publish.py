@@ -26,7 +26,8 @@ __all__ = ["Published", "publish", "publish_state"]
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """end: length of the longest prefix now in the store. written: bytes of new files. nodes: how many were new.
+    """end: length of the longest prefix now in the store. nodes: how many were new. written: bytes of new files, and of
+    copies that took the place of another user's (kvstore.takeover).
 
     blocks: bytes of new blocks, of what was written; a block that was there already is not written again.
     """
@@ -65,12 +66,11 @@ def publish(space: Space, packed: bytes, spans: Sequence[Span]) -> Published:
             if before is None:
                 before = _blocks_before(space, chunk, span.first)
             _check_alike(span, before)
-        refs, block, size = _publish_node(space, parent, chunk, before, span)
-        written += size
-        new += block
-        nodes += size > 0
-        before = refs
-        end = span.end
+        before, done = _publish_node(space, parent, chunk, before, span)
+        written += done.written
+        new += done.blocks
+        nodes += done.nodes
+        end = done.end
     space.context.counters.add(published_nodes=nodes, written_bytes=written)
     return Published(end, nodes, written, new)
 
@@ -164,21 +164,19 @@ def _blocks_before(space: Space, chunk: Chunk, border: int) -> tuple[BlockRef, .
 
 def _publish_node(
     space: Space, parent: Chunk | None, chunk: Chunk, before: tuple[BlockRef, ...], span: Span
-) -> tuple[tuple[BlockRef, ...], int, int]:
-    """Write one span's block and its node; the node's blocks, and the bytes written of the block and in all (0 when
-    they were there).
-    """
-    if (there := existing(space, chunk, "kv", bare=not span.specs)) is not None:
-        return there.blocks, 0, 0
-    written = 0
+) -> tuple[tuple[BlockRef, ...], Published]:
+    """Write one span's block and its node, if they are not there; the node's blocks, and what was done."""
+    copied: list[int] = []
+    if (there := existing(space, chunk, "kv", bare=not span.specs, wrote=copied.append)) is not None:
+        return there.blocks, Published(span.end, 0, sum(copied))
+    new = 0
     refs = before
     if span.specs:
         parts, payload = block_parts(span)
-        ref, written = put_block(space.context, parts, payload, span.first, span.count, decode=span.decode)
+        ref, new = put_block(space.context, parts, payload, span.first, span.count, decode=span.decode)
         refs = (*before, ref)
-
     above = None if parent is None else node_path(space, parent)
-    return refs, written, written + put_node(space, chunk, "kv", refs, above)
+    return refs, Published(span.end, 1, new + put_node(space, chunk, "kv", refs, above), new)
 
 
 def publish_state(space: Space, packed: bytes, state: State) -> Published:
@@ -189,8 +187,10 @@ def publish_state(space: Space, packed: bytes, state: State) -> Published:
     *_, chunk = chunks(space, packed)
     end = chunk.first + chunk.count
     _require(space, chunk)
-    if existing(space, chunk, "state") is not None:
-        return Published(end, 0, 0)
+    copied: list[int] = []
+    if existing(space, chunk, "state", wrote=copied.append) is not None:
+        space.context.counters.add(written_bytes=sum(copied))
+        return Published(end, 0, sum(copied))
     parts, payload = state_parts(state, chunk.first, chunk.count)
     ref, new = put_block(space.context, parts, payload, chunk.first, chunk.count, decode=state.decode)
     written = new + put_node(space, chunk, "state", (ref,), node_path(space, chunk))

@@ -16,7 +16,7 @@ from pathlib import Path
 from kvstore.blocks import MAX_HEADER_BYTES, TensorBuffer, TensorSpec, read_specs
 from kvstore.context import Context
 from kvstore.errors import DamagedBlockError
-from kvstore.fs import mostly_holes, out_of_files
+from kvstore.fs import is_damage, mostly_holes, out_of_files
 from kvstore.keys import TOKEN_BYTES
 from kvstore.lookup import Match, Step, common_tokens, load_manifest
 from kvstore.manifest import BlockRef, Manifest
@@ -51,6 +51,11 @@ def read(match: Match, allocate: Allocate, threads: int = THREADS) -> Restored:
 
     allocate is called once, when the first blocks are open, and not at all when none opens or there is none.
     """
+    with match.space.context.reading(step.where for step in match.steps):
+        return _read(match, allocate, threads)
+
+
+def _read(match: Match, allocate: Allocate, threads: int) -> Restored:
     context = match.space.context
     steps, refs = _refs(match)
     if steps and not refs:
@@ -80,7 +85,10 @@ def read(match: Match, allocate: Allocate, threads: int = THREADS) -> Restored:
 def _read_windows(
     context: Context, refs: list[BlockRef], allocate: Allocate, threads: int
 ) -> tuple[list[BlockRef], BlockRef | None]:
-    """Read blocks in order, a window of open files at a time; the good ones before the first bad one, and that one."""
+    """Read blocks in order, a window of open files at a time; the good ones before the first that is not good.
+
+    And that one, if it is missing or damaged: one that cannot be read now may be whole.
+    """
     memory: Mapping[str, TensorBuffer] = {}
     specs: tuple[TensorSpec, ...] | None = None
     good: list[BlockRef] = []
@@ -97,27 +105,27 @@ def _read_windows(
                 memory = allocate(specs, end)
                 for spec in specs:
                     memory[spec.name].check(spec, end)
-            read = _read_all(context, opened, memory, threads)
+            read, damaged = _read_all(context, opened, memory, threads)
         finally:
             for block in opened:
                 os.close(block.fd)
         good.extend(read)
         if len(read) < len(opened):
-            bad = opened[len(read)].ref
+            return good, damaged
     return good, bad
 
 
 def _open_window(
     context: Context, refs: list[BlockRef], expected: tuple[TensorSpec, ...] | None, opened: list[OpenBlock]
 ) -> BlockRef | None:
-    """Open blocks into opened, in order, until one is unusable, which is returned, or no more files can be open."""
+    """Open blocks into opened, in order, until one is missing or damaged, which is returned, or cannot be read now."""
     for ref in refs:
         try:
             block = _open(context, ref, expected)
         except OSError as error:
             # Those that are open are read and closed, then it goes on. With not even one, it is a miss but no damage.
             if not opened:
-                _warn(f"no file can be opened ({error.strerror}); computing from token {ref.first}")
+                _unread(context, ref, error)
             return None
         if block is None:
             return ref
@@ -137,7 +145,7 @@ def _refs(match: Match) -> tuple[list[Step], list[BlockRef]]:
     for step in match.steps:
         manifest = load_manifest(match.space, step.path)
         if manifest is None:
-            _warn(f"{step.path} is missing or damaged; computing from token {step.first}")
+            _warn(f"{step.path} is missing, damaged or cannot be read; computing from token {step.first}")
             break
         prompt = match.tokens[step.first * TOKEN_BYTES : match.count * TOKEN_BYTES]
         if not _continues(manifest, step, parent) or common_tokens(manifest.tokens, prompt) < min(
@@ -168,19 +176,18 @@ def _continues(manifest: Manifest, step: Step, parent: bytes) -> bool:
 
 
 def _open(context: Context, ref: BlockRef, expected: tuple[TensorSpec, ...] | None) -> OpenBlock | None:
-    """A block with its header read and compared with the first block's tensors; None (counted) when it is unusable.
-
-    Raises OSError only when no more files can be open.
+    """A block with its header read and compared with the first block's tensors; None (counted) when it is missing or
+    damaged. Raises OSError when it cannot be opened or read now.
     """
     path = context.layout.block(ref.digest)
     try:
         fd, status = context.fs.open_fd(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         context.counters.add(missing=1)
         _warn(f"block {path} is missing; computing from token {ref.first}")
         return None
     except OSError as error:
-        if out_of_files(error):
+        if not is_damage(error):
             raise
         context.counters.add(missing=1)
         context.damaged.add(path)
@@ -197,6 +204,8 @@ def _open(context: Context, ref: BlockRef, expected: tuple[TensorSpec, ...] | No
             raise DamagedBlockError("holds other tensors than the block before it")
     except (OSError, DamagedBlockError) as error:
         os.close(fd)
+        if not is_damage(error):
+            raise
         _damaged(context, ref, error)
         return None
     return OpenBlock(ref, fd, head, specs)
@@ -204,16 +213,30 @@ def _open(context: Context, ref: BlockRef, expected: tuple[TensorSpec, ...] | No
 
 def _read_all(
     context: Context, opened: list[OpenBlock], memory: Mapping[str, TensorBuffer], threads: int
-) -> list[BlockRef]:
-    """Read all blocks; the references of the good ones before the first bad one."""
+) -> tuple[list[BlockRef], BlockRef | None]:
+    """Read all blocks; the references of the good ones before the first that is not, and that one if it is damaged."""
     results = scatter(opened, memory, threads)
     bad = [(block.ref, error) for block, error in zip(opened, results, strict=True) if error is not None]
     if not bad:
-        return [block.ref for block in opened]
-    for ref, _ in bad[1:]:
-        _note_damaged(context, ref)
-    _damaged(context, *bad[0])
-    return [block.ref for block in opened if block.ref.first < bad[0][0].first]
+        return [block.ref for block in opened], None
+    for ref, error in bad[1:]:
+        if is_damage(error):
+            _note_damaged(context, ref)
+    (first, error), *_ = bad
+    good = [block.ref for block in opened if block.ref.first < first.first]
+    if isinstance(error, OSError) and not is_damage(error):
+        _unread(context, first, error)
+        return good, None
+    _damaged(context, first, error)
+    return good, first
+
+
+def _unread(context: Context, ref: BlockRef, error: OSError) -> None:
+    """Say that a block cannot be read now; a miss, and counted, but for want of descriptors."""
+    if not out_of_files(error):
+        context.counters.add(missing=1)
+    path = context.layout.block(ref.digest)
+    _warn(f"block {path} cannot be read now ({error.strerror}); computing from token {ref.first}")
 
 
 def _damaged(context: Context, ref: BlockRef, error: Exception) -> None:
@@ -238,7 +261,6 @@ def _touch(context: Context, steps: list[Step]) -> None:
     now = context.clock()
     due = False
     for step in reversed(steps):
-        context.note_use(step.path)
         due = due or now - step.mtime_ns > TOUCH_AFTER_NS
         if due and step.mtime_ns < now:
             with suppress(OSError):

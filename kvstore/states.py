@@ -20,7 +20,7 @@ import xxhash
 from kvstore.blocks import DTYPE_BYTES, MAX_HEADER_BYTES, pack_header, read_header
 from kvstore.context import Context, Space
 from kvstore.errors import DamagedBlockError, PublishError
-from kvstore.fs import allocated_bytes, mostly_holes, out_of_files, preadv_full
+from kvstore.fs import allocated_bytes, is_damage, mostly_holes, out_of_files, preadv_full
 from kvstore.keys import Buffer, block_digest
 from kvstore.lookup import Step, load_manifest
 from kvstore.manifest import BlockRef
@@ -101,6 +101,7 @@ def state_parts(state: State, first: int, count: int) -> tuple[list[Buffer], int
         }
     }
     at = 0
+    parts: list[Buffer] = []
     for tensor, data in zip(state.tensors, state.data, strict=True):
         if memoryview(data).nbytes != tensor.nbytes:
             raise PublishError(f"{tensor.name} has {memoryview(data).nbytes} bytes of data, not {tensor.nbytes}")
@@ -111,29 +112,38 @@ def state_parts(state: State, first: int, count: int) -> tuple[list[Buffer], int
                 "data_offsets": [at, at + tensor.nbytes],
             }
             at += tensor.nbytes
+            parts.append(data)
     head = pack_header(entries, state.phase)
-    return [head, *state.data], len(head)
+    return [head, *parts], len(head)
 
 
 def read_state(space: Space, step: Step, allocate: AllocateState) -> dict[str, Scalar] | None:
     """Read the state at a node into memory that allocate provides, digest checked; its values.
 
-    None when it is missing or damaged; the counter counts it and the next lookup passes it by.
+    None when it is missing or damaged; the counter counts it and the next lookup passes it by. One that cannot be read
+    now is a miss.
     """
     context = space.context
     path = step.path.with_suffix(".state")
+    with context.reading([step.where, str(path)]):
+        return _read_at(space, path, allocate)
+
+
+def _read_at(space: Space, path: Path, allocate: AllocateState) -> dict[str, Scalar] | None:
+    context = space.context
     ref = _ref(space, path)
     if ref is None:
         return None
     try:
         values = _read(context, ref, allocate)
     except (OSError, EOFError, DamagedBlockError) as error:
-        if not out_of_files(error):
+        if isinstance(error, FileNotFoundError | NotADirectoryError) or is_damage(error):
             context.counters.add(damaged=1)
             context.damaged.update({path, context.layout.block(ref.digest)})
+        elif not out_of_files(error):
+            context.counters.add(missing=1)
         return None
     context.counters.add(restored_bytes=ref.size)
-    context.note_use(path)
     return values
 
 

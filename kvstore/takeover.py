@@ -3,6 +3,9 @@
 A commit makes young what it refers to (rule 5), so that a collector which chose one of these files before leaves it. In
 a directory that users share on purpose, files may be readable and not ours to touch. A copy with the same bytes is
 young, the rename gives it the name in one step, and whoever has the old file open goes on reading that.
+
+Two users who go on with one chunk in turn copy what the other wrote of it each time: files that are writable for their
+group (docs/sharing.md) are touched and not copied. So the copies keep the pace of a publish, and count as written.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from kvstore.fs import preadv_full
 from kvstore.layout import Layout
 from kvstore.locks import publish_lock
 from kvstore.manifest import decode
+from kvstore.pacing import slices
 from kvstore.staged import staged_file
 
 __all__ = ["same_file", "take_over"]
@@ -25,40 +29,44 @@ __all__ = ["same_file", "take_over"]
 _BUFFER_BYTES = 4 << 20
 
 
-def take_over(context: Context, path: Path) -> None:
-    """Replace a block or manifest by a copy of it, checked on the way. Not to be called with the publish lock held.
+def take_over(context: Context, path: Path) -> int:
+    """Replace a block or manifest by a copy of it, checked on the way; the bytes written. Not to be called with the
+    publish lock held.
 
     One that vanished, or changed meanwhile and is young by that, is left as it is. Raises MissingParentError for a
-    damaged one, and UnavailableError where this user may neither read nor replace it.
+    damaged one, UnavailableError where this user may neither read nor replace it, and OSError when a copy fails.
     """
     try:
-        fd, seen = context.fs.open_fd(path)
+        try:
+            fd, seen = context.fs.open_fd(path)
+        except FileNotFoundError:
+            return 0
         try:
             copy = _copied(context, fd, seen, path)
             try:
                 with publish_lock(context.layout):
-                    if not same_file(context.fs.stat(path), seen):
+                    if not _is_same(context, path, seen):
                         context.staging.discard(copy)
-                        return
+                        return seen.st_size
                     context.fs.rename(copy, path)
             except BaseException:
                 context.staging.discard(copy)
                 raise
         finally:
             context.fs.close(fd)  # Only now the old file gives its space back, which takes time: the lock is free.
-    except FileNotFoundError:
-        return
     except PermissionError as error:
         raise UnavailableError(
             f"{path} is another user's and can be neither touched nor replaced, so what continues it cannot be kept; "
             "make the directory's files writable for its group"
         ) from error
     context.fs.sync_dir(path.parent)
+    return seen.st_size
 
 
 def _copied(context: Context, fd: int, seen: os.stat_result, path: Path) -> Path:
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(min(_BUFFER_BYTES, seen.st_size)))
+    rest = context.pace.resting()
     with staged_file(context, seen.st_size) as (out, copy):
         for at in range(0, seen.st_size, _BUFFER_BYTES):
             view = buffer[: seen.st_size - at]
@@ -66,8 +74,10 @@ def _copied(context: Context, fd: int, seen: os.stat_result, path: Path) -> Path
                 preadv_full(fd, [view], at)
             except EOFError as error:
                 raise _damaged(context, path) from error
-            digest.update(view)
-            context.fs.write(out, [view])
+            for piece in slices(view):
+                rest()
+                digest.update(piece)
+                context.fs.write(out, [piece])
         if Layout.is_block_name(path.name):
             if digest.hexdigest() != path.name:
                 raise _damaged(context, path)
@@ -83,6 +93,13 @@ def _copied(context: Context, fd: int, seen: os.stat_result, path: Path) -> Path
 def _damaged(context: Context, path: Path) -> MissingParentError:
     context.damaged.add(path)
     return MissingParentError(f"{path} is damaged; publish what it holds first")
+
+
+def _is_same(context: Context, path: Path, seen: os.stat_result) -> bool:
+    try:
+        return same_file(context.fs.stat(path), seen)
+    except FileNotFoundError:
+        return False
 
 
 def same_file(now: os.stat_result, seen: os.stat_result) -> bool:

@@ -18,6 +18,7 @@ from enum import Enum
 from pathlib import Path
 
 from kvstore.admission import JUST_USED_NS, Warmth
+from kvstore.context import FUTURE_NS
 from kvstore.directory import unavailable
 from kvstore.errors import KVStoreError
 from kvstore.gc import GcReport, Policy, collect, usage
@@ -162,13 +163,23 @@ class Housekeeping:
             return Refusal.LIMIT
         if len(tokens) % (namespace.interval * TOKEN_BYTES):
             return None
-        coldest, used = self._coldest, self._used
+        coldest, used = self._known_coldest(), self._used
         if coldest is None or used is None or used + size <= self._budget:
             return None
         path = namespace.names(tokens)
         parent = path[-2] if len(path) > 1 else None
         warmth = self._warmth.wanted(path[-1], parent, self._store.context.clock())
         return None if coldest < warmth - self._warmth.margin_ns else Refusal.WARM
+
+    def _known_coldest(self) -> int | None:
+        """How warm the coldest leaf was at the last collection; None when nobody knows.
+
+        Nobody does where the clock has been set back since: it would be warmer than anything new for as long.
+        """
+        coldest = self._coldest
+        if coldest is None or coldest > self._store.context.clock() + FUTURE_NS:
+            return None
+        return coldest
 
     def _look(self, stands_on: Container[Path]) -> int:
         """What the directory takes, cut back to its budget and its namespaces' quotas: the budget was lowered at a
@@ -199,7 +210,8 @@ class Housekeeping:
         node = namespace.standing(tokens)
         warmth = self._warmth.wanted(node.name, node.parent, self._store.context.clock())
         limit = warmth - self._warmth.margin_ns
-        if self._coldest is not None and self._coldest >= limit:
+        coldest = self._known_coldest()
+        if coldest is not None and coldest >= limit:
             return Refusal.WARM
         if self._monotonic() < self._not_before:
             return Refusal.WARM

@@ -11,6 +11,7 @@ from kvstore.admission import Warmth
 
 SECOND = 10**9
 START = 1_700_000_000 * SECOND
+DAY = 86_400
 
 
 def at(seconds: float) -> int:
@@ -141,3 +142,22 @@ def test_it_is_asked_at_once_from_the_engines_thread_and_the_writers():
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_a_clock_that_was_set_back_makes_nothing_warm_for_ever():
+    """Found by review: a full server refused all writes for as long as its clock had been ahead."""
+    warmth = visit(Warmth(), 0, 5)
+    visit(warmth, DAY, DAY + 5, path=("ahead",))
+    now = at(60)
+    assert warmth.wanted("new", None, now) == now
+    assert warmth.of("ahead", at(30)) == at(30)
+    assert at(5) < warmth.of("a", 0) < now, "what was used before the jump is known still"
+    warmth.used(("a",), now)
+    assert now <= warmth.of("a", 0) < at(120)
+
+
+def test_a_clock_that_is_corrected_by_a_little_costs_nothing():
+    warmth = visit(Warmth(), 0, 5)
+    warm = warmth.of("a", 0)
+    visit(warmth, -60, path=("b",))
+    assert warmth.of("a", 0) == warm

@@ -107,7 +107,7 @@ def test_what_this_process_used_since_is_known_although_no_file_shows_it(store):
     for seed, age in ((1, 100), (2, 300)):
         publish(space, prompt(40, seed))
         set_used(store.writer, space, prompt(40, seed), age)
-    last = space.lookup(prompt(40, 2)).steps[-1].path
+    last = space.lookup(prompt(40, 2)).steps[-1].where
     store.context.recent[last] = time.time_ns() - 50 * SECOND
     assert victims(store) == [name for seed in (1, 2) for name in names(space, prompt(40, seed))[::-1]]
 
@@ -325,7 +325,7 @@ def test_what_the_caller_protects_stays_with_its_ancestors_and_its_state(store):
 def test_what_this_process_just_restored_or_published_stays(store):
     space = space_of(store.writer)
     publish(space, prompt(60))
-    path = space.lookup(prompt(32)).steps[-1].path
+    path = space.lookup(prompt(32)).steps[-1].where
     store.context.recent[path] = store.context.clock()
     assert victims(store) == names(space, prompt(60))[:1:-1]
     store.context.recent[path] -= PROTECT_NS

@@ -8,7 +8,7 @@ import sys
 import threading
 
 import pytest
-from core_support import open_store
+from core_support import open_store, spans
 from gc_support import (
     HOUR,
     SECOND,
@@ -420,6 +420,26 @@ def test_a_file_that_is_taken_over_is_never_missing_and_stays_open(writer, monke
     publish(space, tokens, 16, 20)
     publish(space, [*tokens[:9], *prompt(3, 9)], 9, 12)
     assert block.stat().st_ino == inode
+
+
+def test_a_copy_counts_as_written(writer, monkeypatch):
+    """Found by review: the write limit never saw what two users copied from each other."""
+    space, tokens = space_of(writer), prompt(20)
+    publish(space, tokens[:9])
+    (block,) = blocks(writer.path)
+    of_another_user(monkeypatch, writer.path)
+    before = writer.counters.written_bytes
+    done = space.publish(tokens[:16], spans(tokens, 9, 16))
+    (manifest,) = (step.path for step in space.lookup(tokens[:16]).steps)
+    assert done.written == done.blocks + manifest.stat().st_size + block.stat().st_size
+    assert writer.counters.written_bytes - before == done.written
+    of_another_user(monkeypatch, writer.path)
+    again = space.publish(tokens[:16], spans(tokens, 0, 16))
+    assert (again.nodes, again.blocks, again.written) == (0, 0, manifest.stat().st_size)
+    space.publish_state(tokens[:16], state())
+    of_another_user(monkeypatch, writer.path)
+    again = space.publish_state(tokens[:16], state())
+    assert (again.nodes, again.written) == (0, manifest.with_suffix(".state").stat().st_size)
 
 
 @pytest.mark.parametrize("what", ["blocks", "nodes"])

@@ -28,11 +28,13 @@ PACE = 20 * SECOND
 
 
 class Server:
-    """The requests of a server with room for some nodes, and a clock that can be put forward."""
+    """The requests of a server with room for some nodes, whose time can be put forward, and its clock set back."""
 
     def __init__(self, path, nodes: float | None = None, write_limit: int | None = None) -> None:
-        self.ahead = 0.0
-        self.store = open_store(path, INTERVAL, FAST, clock=lambda: time.time_ns() + int(self.ahead * SECOND))
+        self.ahead = self.back = 0.0
+        self.store = open_store(
+            path, INTERVAL, FAST, clock=lambda: time.time_ns() + int((self.ahead - self.back) * SECOND)
+        )
         self.space = self.store.namespace(NamespaceInfo({"model": "fake"}))
         self.publish(prompt(INTERVAL, 999))
         for number in range(256):  # so that what a node takes is always the same
@@ -148,7 +150,7 @@ def test_what_a_publish_stands_on_is_not_taken_for_it_however_long_its_prefill_t
     assert one.house.make_room(NODE, one.space, packed) is Refusal.FULL
     assert one.saved(tokens) == before
     other = b"".join(token.to_bytes(4, "little") for token in prompt(INTERVAL, 2))
-    one.ahead += 10
+    one.ahead += 30
     assert one.house.make_room(NODE, one.space, other) is None, "for another prompt they go"
 
 
@@ -368,3 +370,20 @@ def test_cycles_are_not_searched_for_during_a_collection(server, monkeypatch):
     assert enabled
     assert not any(enabled)
     assert gc.isenabled()
+
+
+def test_a_clock_that_was_set_back_stops_no_writes(server):
+    """Found by review: what the last collection told was a day ahead, and so warmer than anything until a restart."""
+    one = server(2.5)
+    one.ahead = 86_400
+    assert one.request(prompt(INTERVAL, 1)) is None
+    assert one.request(prompt(INTERVAL, 2)) is None
+    one.ahead += 12
+    assert one.request(prompt(INTERVAL, 3)) is Refusal.WARM
+    one.ahead += 60
+    one.back = 86_400
+    wanted = prompt(INTERVAL, 4)
+    packed = pack_tokens(wanted)
+    one.house.asked(one.space, one.space.lookup(wanted))
+    assert not one.house.refuses(NODE, one.space, packed)
+    assert one.house.make_room(NODE, one.space, packed) is None

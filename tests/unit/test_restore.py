@@ -379,9 +379,9 @@ def test_blocks_of_a_longer_prompt_restore_a_shorter_one_only_to_its_nodes(space
 
 def test_what_was_used_is_remembered_within_bounds(tmp_path):
     store = open_store(tmp_path / "cache")
-    paths = [tmp_path / str(number) for number in range(40_000)]
+    paths = [str(tmp_path / str(number)) for number in range(40_000)]
     for path in paths:
-        store.context.note_use(path)
+        store.context.note_use([path])
     assert len(store.context.recent) <= 16_384
     assert paths[-1] in store.context.recent
     assert paths[0] not in store.context.recent
