@@ -141,7 +141,7 @@ class Writer:
         self._changed = threading.Condition()
         self._warned: dict[str, float] = {}
         self.trouble = ""
-        self._verified: set[tuple[Form, type]] = set()
+        self._verified: set[tuple[str, type]] = set()
         self._thread = threading.Thread(target=self._run, name="kvstore-writer", daemon=True)
         self._thread.start()
 
@@ -319,12 +319,12 @@ class Writer:
             job.on_written(new, published.written, time.perf_counter() - started)
         kind = type(item)
         # Only what was written just now: a block that lay there, and was damaged since, is no lie of this disk's.
-        if published.blocks and (job.form, kind) not in self._verified:
+        if published.blocks and (job.form.namespace.id, kind) not in self._verified:
             if trouble := differs(job.form, tokens, item if isinstance(item, Span) else item.state):
                 job.form.trouble = trouble
                 log.error("kvstore: caching is off for this model: %s", trouble)
                 return False
-            self._verified.add((job.form, kind))
+            self._verified.add((job.form.namespace.id, kind))
         return True
 
     def _warn(self, text: str, kind: str = "") -> None:
