@@ -183,7 +183,7 @@ def scan(
 
 
 def usage(context: Context, rest: Callable[[], None] | None = None) -> int:
-    """Bytes that the whole directory takes on disk, whatever of it this user may look at; rest is called at each folder.
+    """Bytes on disk of all in the directory that this user may look at; rest is called at each folder.
 
     Without one it keeps the directory's pace. Raises OSError.
     """
