@@ -5,8 +5,9 @@ file's order is another than the memory's: 576 times for a chunk of an 8B model.
 Python, as one that parses requests does, each of them costs a turn of that thread's: 5 ms, unless
 `sys.setswitchinterval` says otherwise.
 
-A pass over a whole directory wants no search for cycles: it makes a tuple a file and no cycle, and each search walks
-all of them with the lock held, 1.4 s at 240,000 nodes, in which no other thread runs.
+A pass over a whole directory wants no search for cycles among all objects: it makes a tuple a file and no cycle, and
+each such search walks all of them with the lock held, 1.4 s at 240,000 nodes, in which no other thread runs. The young
+objects are searched as ever, because beside an engine at work a pass rests and takes minutes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["TURN_S", "no_search_for_cycles", "short_turns"]
+__all__ = ["TURN_S", "no_full_search_for_cycles", "short_turns"]
 
 TURN_S = 0.0001
 
@@ -26,7 +27,8 @@ _inside = 0
 _before = _ours = 0.0
 
 _passes = 0
-_searched = False
+_thresholds = (0, 0, 0)
+_NEVER = (1 << 31) - 1
 
 
 @contextmanager
@@ -50,21 +52,24 @@ def short_turns() -> Iterator[None]:
 
 
 @contextmanager
-def no_search_for_cycles() -> Iterator[None]:
-    """For the time of its ``with``, which several threads may be in at once. What it made is better gone by its end."""
-    global _passes, _searched  # noqa: PLW0603 - as above
+def no_full_search_for_cycles() -> Iterator[None]:
+    """For the time of its ``with``, which several threads may be in at once. What it made is better gone by its end.
+
+    (From Python 3.14 on a search is done in small parts anyway.)
+    """
+    global _passes, _thresholds  # noqa: PLW0603 - as above
     with _lock:
         _passes += 1
         if _passes == 1:
-            _searched = gc.isenabled()
-            gc.disable()
+            _thresholds = gc.get_threshold()
+            gc.set_threshold(*_thresholds[:2], _NEVER)
     try:
         yield
     finally:
         with _lock:
             _passes -= 1
-            if not _passes and _searched:
-                gc.enable()
+            if not _passes and gc.get_threshold() == (*_thresholds[:2], _NEVER):
+                gc.set_threshold(*_thresholds)
 
 
 def _set(seconds: float) -> None:

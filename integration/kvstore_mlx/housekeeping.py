@@ -22,7 +22,7 @@ from kvstore.context import FUTURE_NS
 from kvstore.directory import unavailable
 from kvstore.errors import KVStoreError
 from kvstore.gc import GcReport, Policy, collect, usage
-from kvstore.interpreter import no_search_for_cycles
+from kvstore.interpreter import no_full_search_for_cycles
 from kvstore.keys import TOKEN_BYTES
 from kvstore.lookup import Match
 from kvstore.pacing import Pace
@@ -241,7 +241,7 @@ class Housekeeping:
         return Refusal.FULL if self._coldest is None else Refusal.WARM
 
     def _collect(self, policy: Policy) -> GcReport:
-        with no_search_for_cycles():
+        with no_full_search_for_cycles():
             return collect(self._store.context, policy)
 
     def _usage(self) -> int:

@@ -1,4 +1,4 @@
-"""The interpreter's lock while a restore is waited for."""
+"""Settings of the interpreter: turns while a restore is waited for, and no full search for cycles in a pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from kvstore.interpreter import TURN_S, no_search_for_cycles, short_turns
+from kvstore.interpreter import TURN_S, no_full_search_for_cycles, short_turns
 
 
 @pytest.fixture(autouse=True)
@@ -67,23 +67,44 @@ def test_what_somebody_set_meanwhile_stays():
     assert sys.getswitchinterval() == pytest.approx(0.002)
 
 
-def test_cycles_are_not_searched_for_inside_and_are_again_after():
-    assert gc.isenabled()
-    with no_search_for_cycles():
-        with no_search_for_cycles():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
-    assert gc.isenabled()
-    with pytest.raises(ZeroDivisionError), no_search_for_cycles():
+def test_only_young_objects_are_searched_for_cycles_inside_and_all_again_after():
+    before = gc.get_threshold()
+    with no_full_search_for_cycles():
+        with no_full_search_for_cycles():
+            assert gc.get_threshold()[:2] == before[:2]
+            assert gc.get_threshold()[2] > 1 << 30
+        assert gc.get_threshold()[2] > 1 << 30
+        assert gc.isenabled()
+    assert gc.get_threshold() == before
+    with pytest.raises(ZeroDivisionError), no_full_search_for_cycles():
         raise ZeroDivisionError
-    assert gc.isenabled()
+    assert gc.get_threshold() == before
 
 
-def test_who_does_without_the_search_still_does():
-    gc.disable()
+def test_no_full_search_happens_inside_and_young_ones_do():
+    class Cycle:
+        def __init__(self) -> None:
+            self.own = self
+
+    def searches() -> list[int]:
+        return [each["collections"] for each in gc.get_stats()]
+
+    with no_full_search_for_cycles():
+        before, kept = searches(), []
+        for _ in range(100_000):
+            Cycle()
+            kept.append((object(),))
+        young, middle, full = (now - then for now, then in zip(searches(), before, strict=True))
+    assert young > 20
+    assert middle > 2
+    assert full == 0
+
+
+def test_thresholds_that_somebody_set_meanwhile_stay():
+    before = gc.get_threshold()
     try:
-        with no_search_for_cycles():
-            pass
-        assert not gc.isenabled()
+        with no_full_search_for_cycles():
+            gc.set_threshold(500, 5, 5)
+        assert gc.get_threshold() == (500, 5, 5)
     finally:
-        gc.enable()
+        gc.set_threshold(*before)
