@@ -151,11 +151,13 @@ def explained(space, *streams) -> str:
 
     log = logging.getLogger("kvstore")
     before = log.handlers, log.propagate, log.level
-    log.handlers, log.propagate, log.level = [Handler(stream) for stream in streams], False, logging.INFO
+    log.handlers, log.propagate = [Handler(stream) for stream in streams], False
+    log.setLevel(logging.INFO)  # not the attribute: what is enabled is remembered
     try:
         Explainer(lambda: lambda tokens: "".join(f"{token} " for token in tokens)).explain(near)
     finally:
-        log.handlers, log.propagate, log.level = before
+        log.handlers, log.propagate = before[:2]
+        log.setLevel(before[2])
     return given[0]
 
 
