@@ -108,7 +108,9 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
         try:
             padded = self._padding.look(prompt_responses, self._prompt_batch, self._generation_batch)
         except Exception:
-            log.exception("kvstore: what is under way is not saved; this is a bug in kvstore, please report it")
+            log.exception("kvstore: what is under way is not kept; this is a bug in kvstore, please report it")
+            # Not in memory either: the next turn would be recorded upon it.
+            self._padding.give_up()
             self._recordings.clear()
             return
         if padded:

@@ -32,9 +32,14 @@ class Padding:
         self._stream = stream
         self._done: dict[int, int] = {}
         self._reached: set[int] = set()
+        self._lost = False
 
     def __contains__(self, uid: int) -> bool:
-        return uid in self._reached
+        return self._lost or uid in self._reached
+
+    def give_up(self) -> None:
+        """It could not be told of one step: whatever this generator holds may be reached from then on."""
+        self._lost = True
 
     def look(self, prompt_responses: Sequence[Any], *batches: Any) -> set[int]:
         """Sequences that a step has just reached for the first time; batches are the generator's, after that step."""

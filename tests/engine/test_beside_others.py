@@ -82,6 +82,7 @@ def test_where_padding_is_cannot_be_told_nothing_is_saved(batch, monkeypatch, ca
     assert writer.drain(20)
     assert "no idea" in caplog.text
     assert (saved(tier, short), saved(tier, long)) == (0, 0)
+    assert [tier._from_memory(KEY, [*tokens, 7])[0] for tokens in (short, long)] == [None, None], "nor is it kept"
 
 
 def test_a_request_that_fails_lets_its_caches_go(batch):
