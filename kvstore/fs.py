@@ -22,7 +22,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from kvstore import macos
-from kvstore.keys import Buffer
+from kvstore.keys import Buffer, flat
 
 __all__ = [
     "NOT_A_FILE",
@@ -278,9 +278,7 @@ def _batches(parts: Iterable[Buffer]) -> Iterator[list[memoryview]]:
     batch: list[memoryview] = []
     size = 0
     for part in parts:
-        if not memoryview(part).nbytes:
-            continue  # The view of an array without elements cannot be cast.
-        view = memoryview(part).cast("B")
+        view = flat(part)
         while view.nbytes:
             piece, view = view[: _MAX_TRANSFER - size], view[_MAX_TRANSFER - size :]
             batch.append(piece)

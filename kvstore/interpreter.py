@@ -15,63 +15,58 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Generic, TypeVar
 
 __all__ = ["TURN_S", "no_full_search_for_cycles", "short_turns"]
 
 TURN_S = 0.0001
 
-_lock = threading.Lock()
-_inside = 0
-_before = _ours = 0.0
-
-_passes = 0
-_thresholds = (0, 0, 0)
 _NEVER = (1 << 31) - 1
 
-
-@contextmanager
-def short_turns() -> Iterator[None]:
-    """For the time of its ``with``, which several threads may be in at once; it is the whole process's setting."""
-    global _inside, _before, _ours  # noqa: PLW0603 - the setting is global, and so is the number of those who want it
-    with _lock:
-        _inside += 1
-        if _inside == 1:
-            _before = sys.getswitchinterval()
-            _set(min(TURN_S, _before))
-            _ours = sys.getswitchinterval()
-    try:
-        yield
-    finally:
-        with _lock:
-            _inside -= 1
-            # Who set another one meanwhile knows why.
-            if not _inside and sys.getswitchinterval() == _ours:
-                _set(_before)
+_V = TypeVar("_V")
 
 
-@contextmanager
-def no_full_search_for_cycles() -> Iterator[None]:
-    """For the time of its ``with``, which several threads may be in at once. What it made is better gone by its end.
-
-    (From Python 3.14 on a search is done in small parts anyway.)
+class _Setting(Generic[_V]):
+    """A setting that is another one while anybody wants it. Several threads may at once: the last puts it back, unless
+    somebody set yet another meanwhile, who will know why.
     """
-    global _passes, _thresholds  # noqa: PLW0603 - as above
-    with _lock:
-        _passes += 1
-        if _passes == 1:
-            _thresholds = gc.get_threshold()
-            gc.set_threshold(*_thresholds[:2], _NEVER)
-    try:
-        yield
-    finally:
-        with _lock:
-            _passes -= 1
-            if not _passes and gc.get_threshold() == (*_thresholds[:2], _NEVER):
-                gc.set_threshold(*_thresholds)
+
+    def __init__(self, read: Callable[[], _V], write: Callable[[_V], None], wanted: Callable[[_V], _V]) -> None:
+        self._read = read
+        self._write = write
+        self._wanted = wanted
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = self._ours = read()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """For the time of a ``with``."""
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._before = self._read()
+                self._write(self._wanted(self._before))
+                self._ours = self._read()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if not self._inside and self._read() == self._ours:
+                    self._write(self._before)
 
 
-def _set(seconds: float) -> None:
+def _set_turn(seconds: float) -> None:
     """The interpreter cuts to whole microseconds, so that what it gives back would become shorter each time."""
     sys.setswitchinterval(seconds + 5e-7)
+
+
+short_turns = _Setting(sys.getswitchinterval, _set_turn, lambda before: min(TURN_S, before))
+
+no_full_search_for_cycles = _Setting(
+    gc.get_threshold, lambda thresholds: gc.set_threshold(*thresholds), lambda before: (*before[:2], _NEVER)
+)
+"""What is made inside is better gone by its end. (From Python 3.14 on a search is done in small parts anyway.)"""

@@ -27,6 +27,7 @@ __all__ = [
     "Key",
     "block_digest",
     "checksum",
+    "flat",
     "namespace_fingerprint",
     "node_key",
     "pack_tokens",
@@ -41,6 +42,13 @@ Key: TypeAlias = bytes
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 """Anything that is bytes in memory and can be read without a copy."""
+
+
+def flat(data: Buffer) -> memoryview:
+    """The bytes of contiguous memory in a row; none of an array without elements, whose view Python does not cast."""
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
 
 TOKEN_BYTES = 4
 """Tokens are stored and hashed as unsigned 32-bit little-endian integers."""

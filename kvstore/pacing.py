@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from kvstore.keys import Buffer
+from kvstore.keys import Buffer, flat
 
 __all__ = ["Pace", "Rest", "paced", "slices"]
 
@@ -30,9 +30,7 @@ _T = TypeVar("_T")
 
 def slices(part: Buffer) -> Iterator[memoryview]:
     """A buffer's bytes in pieces between which one may rest."""
-    if not memoryview(part).nbytes:
-        return  # The view of an array without elements cannot be cast.
-    view = memoryview(part).cast("B")
+    view = flat(part)
     for at in range(0, view.nbytes, _SLICE):
         yield view[at : at + _SLICE]
 

@@ -180,10 +180,12 @@ def _fold(context: Context, above: int) -> None:
     gone = []
     size = 0
     for name, found in files.items():
-        fits = len(rows) + len(found) <= _MAX_FOLDED and size + len(_encode(found)) <= MAX_STATS_BYTES
-        if fits and (_FOLDED.fullmatch(name) or _is_gone(name, found, now)):
+        if not (_FOLDED.fullmatch(name) or _is_gone(name, found, now)):
+            continue
+        more = len(_encode(found))
+        if len(rows) + len(found) <= _MAX_FOLDED and size + more <= MAX_STATS_BYTES:
             _join(rows, found)
-            size += len(_encode(found))
+            size += more
             gone.append(name)
     if len(gone) > max(above, 1):
         put_file(context, context.layout.stats / f"folded.{secrets.token_hex(4)}.json", [_encode(rows)])

@@ -26,7 +26,6 @@ from kvstore_mlx.restoring import Restored
 from kvstore_mlx.spaces import Settings, make_space
 from kvstore_mlx.tier import TieredPromptCache
 from kvstore_mlx.versions import check_versions
-from kvstore_mlx.writer import Writer
 
 KEY = ("model", None, None)
 CHUNK = 256
@@ -152,12 +151,6 @@ class TestServed:
     def store(self, tmp_path):
         with Store.open(tmp_path / "cache", interval=INTERVAL, durability=Durability.NONE) as opened:
             yield opened
-
-    @pytest.fixture
-    def writer(self, store):
-        made = Writer(Housekeeping(store, 1 << 30))
-        yield made
-        made.close(10)
 
     @pytest.fixture
     def tier(self, store, writer):

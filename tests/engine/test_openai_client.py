@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from client_support import Clients, near, openai, reused, seen
+from client_support import TOOLS, Clients, near, openai, reused, seen
 from client_support import ask as ask_client
 from conftest import TEMPLATE, TINY_LLAMA, make_model
 from engine_support import Server, polls
@@ -19,16 +19,6 @@ from pair_support import NO_MEMORY
 PROMPT = [{"role": "user", "content": "Explain hash chains, and why a cache of prefixes needs them. " * 5}]
 
 # Random weights call nothing: tools are in the prompt, and so are calls and their results. See test_tool_calls.py.
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "read_file",
-            "description": "Read a file of the repository.",
-            "parameters": {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
-        },
-    }
-]
 TOOL_TEMPLATE = "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + TEMPLATE.replace(
     "{{ message['content'] }}",
     "{{ message['content'] }}{% for each in message.tool_calls or [] %}{% set tool_call = each.function %}"

@@ -21,9 +21,7 @@ from kvstore import NamespaceInfo, Store
 from kvstore_mlx.boundaries import Saving
 from kvstore_mlx.engine import recording_stream_generate
 from kvstore_mlx.forms import Form, ModelSpace
-from kvstore_mlx.housekeeping import Housekeeping
 from kvstore_mlx.tier import TieredPromptCache
-from kvstore_mlx.writer import Writer
 
 MODEL = ("model", None, None)
 DRAFTED = ("model", None, "draft")
@@ -184,12 +182,6 @@ class TestWithADirectory:
     def store(self, tmp_path):
         with Store.open(tmp_path / "cache", interval=128) as opened:
             yield opened
-
-    @pytest.fixture
-    def writer(self, store):
-        made = Writer(Housekeeping(store, 1 << 30))
-        yield made
-        made.close(10)
 
     def tier_of(self, store, writer, make, saving=None) -> tuple[TieredPromptCache, Form]:
         form = Form(attention_plan(make), store.namespace(NamespaceInfo({"model": make().__repr__()[:20]})))

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from client_support import ask, client_of, near, reused, seen
+from client_support import TOOLS, ask, client_of, near, reused, seen
 from conftest import TINY_LLAMA, make_model
 from engine_support import Server, polls
 from pair_support import NO_MEMORY, TOLERANCE
@@ -36,16 +36,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if messages[-1].role == 'tool' %}={% endif %}{% endif %}"
 )
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "read_file",
-            "description": "Read a file of the repository.",
-            "parameters": {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
-        },
-    }
-]
 QUESTION = [{"role": "user", "content": "What does the file of keys define, and what is it for? " * 4}]
 RESULT = "def chunk_key(previous, tokens): ..."
 
