@@ -29,6 +29,7 @@ from kvstore.pacing import Pace
 from kvstore.quotas import read_quotas
 from kvstore.sizes import format_size
 from kvstore.store import Namespace, Store
+from kvstore_mlx.seldom import Seldom
 from kvstore_mlx.wear import Alarm, WriteLimit
 
 __all__ = ["Housekeeping", "Refusal"]
@@ -46,6 +47,7 @@ _SPARE_S = 1.0
 looking at few files costs little, and room that is made for nobody was a prefix that somebody wanted."""
 
 _SAY_EVERY_S = 600.0
+_WARN_EVERY_S = 60.0
 
 
 class Refusal(Enum):
@@ -77,8 +79,9 @@ class Housekeeping:
         self._measure_after = _MEASURE_AFTER_BYTES
         self._coldest: int | None = None
         self._not_before = self._look_after = 0.0
-        self._took = 0.0
-        self._said: dict[Refusal, float] = {}
+        self._took = self._rested = 0.0
+        self._said = Seldom(_SAY_EVERY_S, monotonic)
+        self._warned = Seldom(_WARN_EVERY_S, monotonic)
         self._refused: dict[Refusal, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
@@ -137,10 +140,9 @@ class Housekeeping:
             # What was known is about a directory that is not there any more; a full one would refuse this node.
             self._used, self._coldest, self._not_before = None, None, 0.0
         if self._used is None or (self._since > self._measure_after and self._monotonic() >= self._look_after):
-            started = self._monotonic()
+            started = self._worked()
             self._used = self._look(namespace.standing(tokens).stands_on)
-            now = self._monotonic()
-            self._look_after = now + _PAUSE * (now - started)
+            self._look_after = self._monotonic() + _PAUSE * (self._worked() - started)
         if self._used + size <= self._budget:
             return None
         refusal = self._replace(size, namespace, tokens, ahead)
@@ -188,7 +190,8 @@ class Housekeeping:
         """
         quotas = read_quotas(self._store.context)
         for problem in quotas.problems:
-            log.warning("kvstore: %s", problem)
+            if self._warned.due(problem):
+                log.warning("kvstore: %s", problem)
         self._measure_after = min([_MEASURE_AFTER_BYTES, *(size // 10 for size in quotas.sizes.values())])
         if not quotas.sizes:
             self._since = 0
@@ -224,14 +227,13 @@ class Housekeeping:
             warmth=self._warmth,
             warm_ns=limit,
         )
-        started = self._monotonic()
+        started = self._worked()
         try:
             report = self._collect(policy)
         except KVStoreError as error:
-            log.warning("kvstore: could not collect: %s", error)
+            self._could_not(str(error))
             return Refusal.FULL
-        # Without its rests: what a collection costs, not how long it took its time beside an engine at work.
-        self._took = self._monotonic() - started - report.rested_seconds
+        self._took = self._worked() - started
         fits = self._measure(report) + size <= self._budget
         if not fits:
             self._not_before = self._monotonic() + max(1.0, _PAUSE * self._took)
@@ -242,20 +244,31 @@ class Housekeeping:
 
     def _collect(self, policy: Policy) -> GcReport:
         with no_full_search_for_cycles():
-            return collect(self._store.context, policy)
+            report = collect(self._store.context, policy)
+        self._rested += report.rested_seconds
+        return report
 
     def _usage(self) -> int:
         """Bytes on disk; UnavailableError when that cannot be found out."""
+        rest = self.pace.resting()
         try:
-            return usage(self._store.context)
+            return usage(self._store.context, rest)
         except OSError as error:
             raise unavailable(self._store.path, error) from error
+        finally:
+            self._rested += rest.seconds
+
+    def _worked(self) -> float:
+        """A clock that stands still during rests: what a look or a collection costs is not how long it took its time
+        beside an engine at work.
+        """
+        return self._monotonic() - self._rested
 
     def _measure(self, report: GcReport) -> int:
         """What the directory takes after a collection."""
         if report.error:
-            log.warning("kvstore: could not collect: %s", report.error)
-        if report.future:
+            self._could_not(report.error)
+        if report.future and self._warned.due("future"):
             log.warning(
                 "kvstore: %d files cannot make room, because they were written while the clock was ahead; "
                 "run `kvstore fsck --repair`",
@@ -277,14 +290,16 @@ class Housekeeping:
             )
         return self._used
 
+    def _could_not(self, why: str) -> None:
+        if self._warned.due("collect"):
+            log.warning("kvstore: could not collect: %s", why)
+
     def _refuse(self, refusal: Refusal, size: int) -> Refusal:
         with self._lock:
             times, total = self._refused.get(refusal, (0, 0))
             self._refused[refusal] = times + 1, total + size
         self._store.context.counters.add(refused_nodes=1, refused_bytes=size)
-        now = self._monotonic()
-        if refusal is not Refusal.FULL and now - self._said.get(refusal, now - _SAY_EVERY_S) >= _SAY_EVERY_S:
-            self._said[refusal] = now
+        if refusal is not Refusal.FULL and self._said.due(refusal):
             log.info(
                 "kvstore: %s: %d prompts were left unsaved from some point on, %s, since the server started",
                 refusal.value,

@@ -34,6 +34,7 @@ from kvstore_mlx.forms import Form
 from kvstore_mlx.housekeeping import Housekeeping, Refusal
 from kvstore_mlx.live import LOGITS
 from kvstore_mlx.pool import Loan, Pool
+from kvstore_mlx.seldom import Seldom
 from kvstore_mlx.verification import differs
 
 __all__ = ["Boundary", "Job", "Writer"]
@@ -66,6 +67,8 @@ _STEP_S = 1.0
 """The same after a token."""
 
 _WARN_EVERY_S = 60.0
+
+_BUG = "not saved, and this is a bug in kvstore; please report it"
 
 _TRIM_AFTER_S = 10.0
 """Longer than the prefill of a chunk mostly takes, and no time to keep hundreds of megabytes for nothing."""
@@ -139,7 +142,7 @@ class Writer:
         self._closing = False
         self._busy = False
         self._changed = threading.Condition()
-        self._warned: dict[str, float] = {}
+        self._warned = Seldom(_WARN_EVERY_S, monotonic)
         self.trouble = ""
         self._verified: set[tuple[str, type]] = set()
         self._thread = threading.Thread(target=self._run, name="kvstore-writer", daemon=True)
@@ -293,7 +296,9 @@ class Writer:
             self._warn(f"not saved: {error}", f"not saved: {_kind(error)}")
             job.on_failure()
         except Exception:
-            log.exception("kvstore: not saved, and this is a bug in kvstore; please report it")
+            self.trouble = _BUG
+            if self._warned.due(_BUG):
+                log.exception("kvstore: %s", _BUG)
             job.on_failure()
 
     def _item(self, job: Job, item: Span | Boundary, ahead: int) -> bool:
@@ -328,14 +333,12 @@ class Writer:
         return True
 
     def _warn(self, text: str, kind: str = "") -> None:
-        """One warning a minute for each kind of trouble: a full disk must not fill the log as well.
+        """One warning a minute for each kind of trouble.
 
         kind: the text without what is another one each time, if it has any: the name of a file.
         """
         self.trouble = kind = kind or text
-        now = time.monotonic()
-        if now - self._warned.get(kind, -_WARN_EVERY_S) >= _WARN_EVERY_S:
-            self._warned[kind] = now
+        if self._warned.due(kind):
             log.warning("kvstore: %s", text)
 
 

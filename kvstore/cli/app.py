@@ -24,6 +24,7 @@ from typer.core import TyperGroup
 from kvstore._version import __version__
 from kvstore.cli.adapters import add_adapter_commands
 from kvstore.errors import KVStoreError, NotACacheDirectoryError, SizeError
+from kvstore.interpreter import no_full_search_for_cycles
 from kvstore.layout import Layout
 from kvstore.locations import Place, place_of
 from kvstore.store import Store
@@ -166,8 +167,9 @@ def opened(directory: Path | None) -> Iterator[Store]:
     """An existing cache directory for one command; every KVStoreError becomes a sentence and exit code 1.
 
     None looks where kvstore.locations says. What is not there is said with where it was looked for, and why there.
+    A command may make millions of small objects, and ends with them: they are not searched for cycles.
     """
-    with sentences(), _existing(place_of(directory)) as store:
+    with sentences(), no_full_search_for_cycles(), _existing(place_of(directory)) as store:
         yield store
 
 

@@ -162,7 +162,25 @@ def test_one_warning_a_minute_for_a_kind_of_trouble_whatever_file_it_names(write
         "kvstore: not saved: cannot use the cache directory /home/me/kv: 0",
         "kvstore: not saved: cannot use the cache directory /home/me/kv: 5",
     ]
-    assert len(writer._warned) == 2
+
+
+def test_a_bug_is_said_once_a_minute_with_where_it_was_and_in_the_health(writer, form, monkeypatch, caplog):
+    """A traceback for each node of a long prompt would bury what else the log says."""
+
+    def publish(*_):
+        raise ZeroDivisionError("in the writer")
+
+    monkeypatch.setattr(form.namespace, "publish", publish)
+    failed = []
+    for _ in range(3):
+        job = job_of(writer, form, 0, 20)
+        job.on_failure = lambda: failed.append(1)
+        assert writer.offer(job)
+        assert writer.drain(30)
+    assert len(failed) == 3
+    assert writer.trouble == "not saved, and this is a bug in kvstore; please report it"
+    [said] = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert said.exc_info[0] is ZeroDivisionError
 
 
 @pytest.mark.parametrize(

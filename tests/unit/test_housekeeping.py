@@ -343,6 +343,48 @@ def test_a_small_quota_does_not_have_the_directory_looked_at_after_each_write(se
     assert len(looks) == 2
 
 
+def test_a_look_that_mostly_rested_is_repeated_sooner(server, monkeypatch):
+    """Beside an engine at work a collection of seconds takes minutes, and twenty times those would be a day."""
+    one = server()
+    write_quota(one.store.context, one.space.id, 0)
+    looks = []
+
+    def paced(context, policy):
+        looks.append(policy)
+        one.ahead += 10.0
+        report = collect(context, policy)
+        report.rested_seconds += 9.0
+        return report
+
+    monkeypatch.setattr(housekeeping, "collect", paced)
+    one.request(prompt(INTERVAL, 1))
+    one.request(prompt(INTERVAL, 2))
+    one.ahead += 15
+    one.request(prompt(INTERVAL, 3))
+    assert len(looks) == 1
+    one.ahead += 10
+    one.request(prompt(INTERVAL, 4))
+    assert len(looks) == 2
+
+
+def test_why_nothing_was_collected_is_said_once_a_minute(server, monkeypatch, caplog):
+    one = server(2.5)
+
+    def failing(context, policy):
+        report = collect(context, policy)
+        report.error = "cannot read objects: input/output error"
+        return report
+
+    monkeypatch.setattr(housekeeping, "collect", failing)
+    for seed in range(6):
+        one.ahead += 5
+        one.request(prompt(INTERVAL, seed))
+    assert caplog.text.count("could not collect") == 1
+    one.ahead += 60
+    one.request(prompt(INTERVAL, 9))
+    assert caplog.text.count("could not collect") == 2
+
+
 def test_what_cannot_be_measured_is_the_documented_error(server, monkeypatch):
     one = server()
 

@@ -1,0 +1,28 @@
+"""Say the same thing once in a while: a full disk must not fill the log as well."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+
+__all__ = ["Seldom"]
+
+
+class Seldom:
+    """Tells for each kind of message whether it may be said: the first, and then one in every_s seconds.
+
+    For the threads of one server: two of them at the same moment may both be told yes.
+    """
+
+    def __init__(self, every_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._every_s = every_s
+        self._monotonic = monotonic
+        self._said: dict[Hashable, float] = {}
+
+    def due(self, kind: Hashable) -> bool:
+        """Whether to say it now; it counts as said then."""
+        now = self._monotonic()
+        if kind in self._said and now - self._said[kind] < self._every_s:
+            return False
+        self._said[kind] = now
+        return True
