@@ -31,6 +31,7 @@ __all__ = [
     "intact",
     "intact_block",
     "make_folders",
+    "newer_manifest",
     "node_path",
     "place_block",
     "put_block",
@@ -65,7 +66,7 @@ def existing(
             if not context.fs.touch(path, context.clock()):
                 wrote(take_over(context, path))
         return manifest
-    if (version := _newer_format(context, path)) is not None:
+    if (version := newer_manifest(context, path)) is not None:
         raise FormatVersionError(f"{path} has format {version}, which a newer kvstore wrote; upgrade this one")
     context.damaged.add(path)
     return None
@@ -262,7 +263,7 @@ def _put(context: Context, staged: Path, path: Path) -> bool:
     kvstore.
     """
     if status_of(path) is not None:
-        if path not in context.damaged or _newer_format(context, path) is not None:
+        if path not in context.damaged or newer_manifest(context, path) is not None:
             context.staging.discard(staged)
             return False
         _set_aside(context, path)
@@ -271,7 +272,7 @@ def _put(context: Context, staged: Path, path: Path) -> bool:
     return True
 
 
-def _newer_format(context: Context, path: Path) -> int | None:
+def newer_manifest(context: Context, path: Path) -> int | None:
     """The format of a manifest that a newer kvstore wrote; None for anything else.
 
     Raises OSError for one that cannot be read: nobody knows who wrote it.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from kvstore.commit import intact, put_file, put_manifest
+from kvstore.commit import intact, newer_manifest, put_file, put_manifest
 from kvstore.context import Context
 from kvstore.copying import BUFFER_BYTES, copy_block
 from kvstore.directory import unavailable
@@ -244,7 +244,7 @@ class _Merge:
         """Whether the target has a node with all its blocks, given those that the source has of the same name.
 
         One that is not whole, or without the blocks that the source's has, is remembered as damaged, so that
-        put_manifest sets it aside. One that cannot be read may be whole, and stays.
+        put_manifest sets it aside. One that cannot be read may be whole, and stays, as one of a newer version does.
         """
         there = None
         try:
@@ -252,7 +252,8 @@ class _Merge:
             if there is None:
                 return False
         except DamagedManifestError:
-            pass
+            if newer_manifest(self._target, path) is not None:
+                return True
         except OSError as error:
             self._problem(f"manifest {path} cannot be read ({error.strerror}); it is left as it is")
             return True

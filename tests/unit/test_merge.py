@@ -294,9 +294,12 @@ def test_a_newer_manifest_of_the_target_stays(pair):
     first = by_end(b.path)[16]
     as_newer(first)
     before = first.read_bytes()
-    merge(a.context, b.context)
+    foreseen = merge(a.context, b.context, dry_run=True)
+    report = merge(a.context, b.context)
     assert first.read_bytes() == before
     assert not list((b.path / "quarantine").iterdir())
+    assert (report.there, report.damaged) == (1, 0), "it is there, and not brought"
+    assert (foreseen.there, foreseen.nodes) == (report.there, report.nodes)
 
 
 def test_a_manifest_of_another_prefix_stays_behind(pair):
