@@ -133,11 +133,11 @@ class _Clearing:
         with self._sweeper.lock():  # the fence, see kvstore.gc
             pass
         marks = mark(self._context, found.nodes, appeared(self._layout, found.nodes))
-        newer = {_above(node) for node in marks.nodes if node.unreadable == "newer"}
+        newer = {node.file.above for node in marks.nodes if node.unreadable == "newer"}
         # One of a newer version may name any block of its chunk, and those are its siblings'.
-        self._kept.update(newer, (_name(node) for node in marks.nodes if _above(node) in newer))
+        self._kept.update(newer, (node.file.place for node in marks.nodes if node.file.above in newer))
         # What appeared during the scan was looked at too late to show that it gained a child (see kvstore.eviction).
-        self._kept.update(_name(node) for node in marks.nodes if node.file.file in marks.fresh)
+        self._kept.update(node.file.place for node in marks.nodes if node.file.file in marks.fresh)
         chosen = _by_node(
             [
                 node
@@ -158,7 +158,7 @@ class _Clearing:
         with self._sweeper.in_short_holds(units, self._paths) as held:
             for unit in held:
                 if not self._node(unit):
-                    self._kept.update((_name(unit[0]), _above(unit[0])))
+                    self._kept.update((unit[0].file.place, unit[0].file.above))
                     continue
                 for node in unit:
                     folders[node.file.path(self._layout).parent] = None
@@ -170,7 +170,7 @@ class _Clearing:
     def _node(self, unit: Sequence[Marked]) -> bool:
         """Delete a node's state and then its KV, if neither changed: a lookup refreshes the times of the KV alone."""
         files = [Doomed.node(self._layout, node.file) for node in unit]
-        if _name(unit[0]) in self._kept or (not self._report.dry_run and any(changed(file) for file in files)):
+        if unit[0].file.place in self._kept or (not self._report.dry_run and any(changed(file) for file in files)):
             self._sweeper.skipped += len(unit)
             return False
         for node, file in zip(unit, files, strict=True):
@@ -230,7 +230,7 @@ def _by_node(nodes: Sequence[Marked]) -> list[list[Marked]]:
     """The files of each node, state first, children before parents. Damaged ones, which no child can rely on, last."""
     found: dict[str, list[Marked]] = {}
     for node in sorted(nodes, key=lambda node: (-node.first, node.file.kind == "kv")):
-        found.setdefault(_name(node), []).append(node)
+        found.setdefault(node.file.place, []).append(node)
     return list(found.values())
 
 
@@ -240,11 +240,3 @@ def _unnamed(node: Marked, found: Scan, marks: Marks) -> Iterator[HashedFile]:
         marks.named[digest] -= 1
         if not marks.named[digest] and digest in found.blocks:
             yield found.blocks[digest]
-
-
-def _name(node: Marked) -> str:
-    return node.file.namespace + node.file.key
-
-
-def _above(node: Marked) -> str:
-    return node.file.namespace + node.file.parent

@@ -114,8 +114,8 @@ def _droppable(cold: Cold, marks: Marks) -> Iterator[_Tail]:
 
 def _candidates(cold: Cold, marks: Marks) -> list[int]:
     """Tails that a longer sibling contains and that nothing but the siblings can keep, longest first."""
-    states = {_name(node) for node in marks.nodes if node.file.kind == "state"}
-    unsure = {_chunk(node) for node in marks.unreadable}
+    states = {node.file.place for node in marks.nodes if node.file.kind == "state"}
+    unsure = {node.file.above for node in marks.unreadable}
 
     def may_go(tail: Marked) -> bool:
         file = tail.file
@@ -124,8 +124,8 @@ def _candidates(cold: Cold, marks: Marks) -> list[int]:
             and cold.is_wanted(tail)
             and cold.is_cold(tail)
             and not young(file.mtime_ns, file.ctime_ns, cold.now_ns, PROTECT_NS)
-            and _name(tail) not in states
-            and _chunk(tail) not in unsure
+            and tail.file.place not in states
+            and tail.file.above not in unsure
         )
 
     found = [index for index in marks.containers if may_go(marks.nodes[index])]
@@ -139,11 +139,3 @@ def _serves(cold: Cold, sibling: Marked, tail: Marked) -> bool:
         and cold.last_use(sibling) >= cold.last_use(tail)
         and all(intact_block(cold.context, digest, size) for digest, size in sibling.blocks)
     )
-
-
-def _name(node: Marked) -> str:
-    return node.file.namespace + node.file.key
-
-
-def _chunk(node: Marked) -> str:
-    return node.file.namespace + node.file.parent

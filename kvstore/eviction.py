@@ -176,12 +176,12 @@ class _Families:
         self._state: dict[str, int] = {}
         self._used: dict[str, int] = {}
         for index, node in enumerate(paced(marks.nodes, rest)):
-            file, name = node.file, _name(node.file)
+            file, name = node.file, node.file.place
             (self._kv if file.kind == "kv" else self._state)[name] = index
-            self._waiting[_above(file)] += 1
+            self._waiting[file.above] += 1
             self._used[name] = max(self._used.get(name, 0), self._last_use(file))
         # A damaged manifest may name any block of its chunk, and those are its siblings': they stay until it is gone.
-        self._unsure = {_above(node.file) + node.file.kind for node in marks.unreadable}
+        self._unsure = {node.file.above + node.file.kind for node in marks.unreadable}
         self._pass_up()
         self._heap = [entry for name in paced(self._used, rest) if (entry := self._ready(name))]
         heapq.heapify(self._heap)
@@ -205,7 +205,7 @@ class _Families:
             return
         left = (node for index, node in enumerate(paced(nodes, self._rest)) if index not in self._taken)
         crowds = Crowds(left, [nodes[tail] for tail in tails])
-        for tail in paced(sorted(tails, key=lambda tail: self._used[_name(nodes[tail].file)]), self._rest):
+        for tail in paced(sorted(tails, key=lambda tail: self._used[nodes[tail].file.place]), self._rest):
             if self.plan.freed >= need:
                 return
             crowds.remove(nodes[tail])
@@ -246,7 +246,7 @@ class _Families:
         for start in paced(sorted(used, key=used.__getitem__, reverse=True), self._rest):
             time, name = used[start], start
             while (index := self._kv.get(name, self._state.get(name))) is not None:
-                name = _above(self._marks.nodes[index].file)
+                name = self._marks.nodes[index].file.above
                 if used.get(name, time) >= time:
                     break
                 used[name] = time
@@ -268,7 +268,7 @@ class _Families:
         node = self._marks.nodes[index]
         if not self._allowed(index):
             if not self._is_callers(index):
-                used = self._used[_name(node.file)]
+                used = self._used[node.file.place]
                 self._held = used if self._held is None else min(self._held, used)
             return
         self._taken.add(index)
@@ -283,8 +283,8 @@ class _Families:
                 and not young(block.mtime_ns, block.ctime_ns, self._now, self._policy.protect_ns)
             ):
                 self.plan.freed += block.allocated
-        self._waiting[_above(node.file)] -= 1
-        for name in (_above(node.file), _name(node.file)):
+        self._waiting[node.file.above] -= 1
+        for name in (node.file.above, node.file.place):
             if entry := self._ready(name):
                 heapq.heappush(self._heap, entry)
 
@@ -300,11 +300,11 @@ class _Families:
             # Served by nobody, so it costs nothing; but a copy that writes in place may still be at it.
             if young(file.mtime_ns, file.ctime_ns, now, GRACE_NS):
                 return False
-        elif _above(file) + file.kind in self._unsure:
+        elif file.above + file.kind in self._unsure:
             return False
         # A lookup refreshes the KV's manifest only; the state beside it was used as much.
         used = [file]
-        if file.kind == "state" and (beside := self._kv.get(_name(file))) is not None:
+        if file.kind == "state" and (beside := self._kv.get(file.place)) is not None:
             used.append(self._marks.nodes[beside].file)
         return not any(
             young(each.mtime_ns, each.ctime_ns, now, self._policy.protect_ns)
@@ -318,12 +318,12 @@ class _Families:
 
     def _is_contained(self, tail: int) -> bool:
         """Whether losing a tail costs nothing; see rule 3 of this module."""
-        name = _name(self._marks.nodes[tail].file)
+        name = self._marks.nodes[tail].file.place
         if name in self._state:
             return False
         return any(
             longer not in self._taken
-            and self._used[_name(self._marks.nodes[longer].file)] >= self._used[name]
+            and self._used[self._marks.nodes[longer].file.place] >= self._used[name]
             and bool(self._marks.nodes[longer].blocks) >= bool(self._marks.nodes[tail].blocks)
             and all(self._is_whole(digest, size) for digest, size in self._marks.nodes[longer].blocks)
             for longer in self._marks.containers[tail]
@@ -344,11 +344,3 @@ def is_protected(context: Context, policy: Policy, path: Path, now_ns: int) -> b
     used = context.last_use(path, now_ns)
     just_used = used > 0 and now_ns - used < policy.protect_ns
     return just_used or path in policy.protect or context.is_read(path)
-
-
-def _name(file: NodeFile) -> str:
-    return file.namespace + file.key
-
-
-def _above(file: NodeFile) -> str:
-    return file.namespace + file.parent

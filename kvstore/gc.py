@@ -327,7 +327,7 @@ class _Collection:
             with self._sweeper.in_short_holds(in_disk_order(victims, marks, self._rest), manifest_of) as held:
                 for index in held:
                     node = marks.nodes[index]
-                    name, above = node.file.namespace + node.file.key, node.file.namespace + node.file.parent
+                    name, above = node.file.place, node.file.above
                     # What stays keeps its ancestors: a child is never without its parent, nor a state without KV.
                     if name in kept or not self._remove_manifest(node.file, beside.get(index)):
                         kept.update((name, above))
@@ -388,11 +388,11 @@ class _Collection:
 def _kv_beside_states(plan: Plan, marks: Marks) -> dict[int, NodeFile]:
     """For each state among the victims, the manifest of its node's KV."""
     files = {index: marks.nodes[index].file for index in plan.victims}
-    states = {file.namespace + file.key: index for index, file in files.items() if file.kind == "state"}
+    states = {file.place: index for index, file in files.items() if file.kind == "state"}
     if not states:
         return {}
     kvs = (node.file for node in marks.nodes if node.file.kind == "kv")
-    return {states[name]: file for file in kvs if (name := file.namespace + file.key) in states}
+    return {states[name]: file for file in kvs if (name := file.place) in states}
 
 
 def _drop(node: Marked, found: Scan, marks: Marks) -> Iterator[HashedFile]:

@@ -102,7 +102,7 @@ def mark(
             named[digest] = named.get(digest, 0) + 1
         if tails.has_siblings(file):
             containers.extend((tail, index) for tail in tails.inside(file, found))
-            at[file.namespace + file.key] = index
+            at[file.place] = index
     told(len(files), len(files))
     for tail, index in containers:
         if tail in at:
@@ -151,7 +151,7 @@ class _Tails:
         for file in files:
             if file.kind == "kv" and file.tokens < interval:
                 self._parents.add(file.parent)
-                self._keys.add(file.namespace + file.key)
+                self._keys.add(file.place)
                 self._lengths.setdefault(group_of(file, level_of(file.tokens)), set()).add(file.tokens)
 
     def has_siblings(self, file: NodeFile) -> bool:
@@ -179,4 +179,4 @@ def level_of(count: int) -> int:
 
 def group_of(file: NodeFile, level: int) -> str:
     """What all nodes have in common that share a parent and their first rungs."""
-    return file.namespace + file.parent + file.rungs[: level * _RUNG_HEX]
+    return file.above + file.rungs[: level * _RUNG_HEX]

@@ -235,7 +235,7 @@ class _Merge:
             )
         self._know(file)
         if file.kind == "kv":
-            self._kept[_name(file)] = bool(stored.manifest.blocks)
+            self._kept[file.place] = bool(stored.manifest.blocks)
         self._report.nodes += file.kind == "kv"
         self._report.states += file.kind == "state"
         return True
@@ -264,7 +264,7 @@ class _Merge:
                 and all(self._block(ref) for ref in there.manifest.blocks)
             ):
                 if file.kind == "kv":
-                    self._kept[_name(file)] = bool(there.manifest.blocks)
+                    self._kept[file.place] = bool(there.manifest.blocks)
                 return True
         if not self._report.dry_run:
             self._target.damaged.add(path)
@@ -273,15 +273,15 @@ class _Merge:
     def _below(self, file: NodeFile, stored: Stored) -> Path | None:
         """The manifest in the target that this one needs; None when there is none or, for a first node, no need."""
         if file.kind == "kv":
-            return self._full.get(file.namespace + file.parent) if stored.manifest.first else None
+            return self._full.get(file.above) if stored.manifest.first else None
         beside = self._target.layout.node(file.namespace, file.name, "kv")
-        return beside if beside.is_file() or (self._report.dry_run and _name(file) in self._full) else None
+        return beside if beside.is_file() or (self._report.dry_run and file.place in self._full) else None
 
     def _is_alike(self, file: NodeFile, stored: Stored, below: Path) -> bool:
         """Whether a node has blocks where what it continues has some, and none where it has none (docs/format.md
         section 3). What cannot be read now is left to whoever restores it.
         """
-        parent = file.namespace + file.parent
+        parent = file.above
         if parent not in self._kept:
             with suppress(OSError, DamagedManifestError, FormatVersionError):
                 data, _ = self._target.fs.read_file(below, MAX_MANIFEST_BYTES)
@@ -301,7 +301,7 @@ class _Merge:
 
     def _know(self, file: NodeFile) -> None:
         if file.kind == "kv" and (file.tokens == self._target.interval or self._report.dry_run):
-            self._full[_name(file)] = file.path(self._target.layout)
+            self._full[file.place] = file.path(self._target.layout)
 
     def _block(self, ref: BlockRef) -> bool:
         """Have a block in the target; False when the source has none of the name. Raises DamagedBlockError."""
@@ -381,7 +381,3 @@ class _Merge:
         self._report.damaged += 1
         if len(self._report.problems) < MAX_PROBLEMS:
             self._report.problems.append(sentence)
-
-
-def _name(file: NodeFile) -> str:
-    return file.namespace + file.key

@@ -73,6 +73,16 @@ class NodeFile(NamedTuple):
         return self.file[end - 32 : end]
 
     @property
+    def place(self) -> str:
+        """The node's place in the directory: namespace and key."""
+        return self.namespace + self.key
+
+    @property
+    def above(self) -> str:
+        """The place of what it continues."""
+        return self.namespace + self.parent
+
+    @property
     def tokens(self) -> int:
         """Number of tokens the node covers."""
         return int(self.file[33 : self.file.index("-", 33)])

@@ -177,9 +177,9 @@ def in_disk_order(victims: Sequence[int], marks: Marks, rest: Callable[[], None]
     # What must go before a file, by the name of a node (for both of its files) or with the kind behind it.
     before: dict[str, list[int]] = {}
     for index, file in paced(files.items(), rest):
-        before.setdefault(file.namespace + file.parent, []).append(index)
+        before.setdefault(file.above, []).append(index)
         if file.kind == "state":
-            before.setdefault(file.namespace + file.key + "kv", []).append(index)
+            before.setdefault(file.place + "kv", []).append(index)
     order: list[int] = []
     begun: set[int] = set()
     done: set[int] = set()
@@ -189,7 +189,7 @@ def in_disk_order(victims: Sequence[int], marks: Marks, rest: Callable[[], None]
             index = stack.pop()
             if index not in begun:
                 begun.add(index)
-                name = files[index].namespace + files[index].key
+                name = files[index].place
                 first = (*before.get(name, ()), *before.get(name + files[index].kind, ()))
                 # What has begun is done, or waits for this one: names can be forged into a circle.
                 stack += [index, *(each for each in first if each not in begun)]
