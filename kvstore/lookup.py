@@ -11,8 +11,9 @@ it is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from stat import S_ISREG
 from typing import NamedTuple
@@ -183,8 +184,7 @@ def _whole(space: Space, packed: bytes, steps: list[Step]) -> Match:
 
 def _state_tail(space: Space, packed: bytes, steps: list[Step], rest: _Rest) -> Match:
     """The longest exact tail with a boundary state, or the last full chunk that has one."""
-    tails = [name for name in siblings(space, rest.parent) if name.count <= rest.count and _is_prefix(name, rest)]
-    for name in sorted(tails, key=lambda name: name.count, reverse=True):
+    for name in _exact(_children(space, rest.parent), rest):
         step = _step(space, rest.first, name)
         if step is not None and has_state(space, step):
             return _whole(space, packed, [*steps, step])
@@ -214,14 +214,13 @@ def _tail(space: Space, packed: bytes, steps: list[Step], rest: _Rest) -> Match:
     reuses more. Of equal overlaps the exact one is taken, because what follows can be published onto it.
     """
     best = Match(space, packed, tuple(steps), rest.first, rest.first)
-    found = siblings(space, rest.parent)
-    for name in sorted(found, key=lambda name: name.count, reverse=True):
-        if name.count <= rest.count and _is_prefix(name, rest):
-            step = _step(space, rest.first, name)
-            if step is not None:
-                best = Match(space, packed, (*steps, step), step.end, step.end)
-                break
-    for name in _nearest(found, rest)[:MAX_OPENED]:
+    found = _children(space, rest.parent)
+    for name in _exact(found, rest):
+        step = _step(space, rest.first, name)
+        if step is not None:
+            best = Match(space, packed, (*steps, step), step.end, step.end)
+            break
+    for name in islice(_nearest(found, rest), MAX_OPENED):
         step = _step(space, rest.first, name)
         manifest = load_manifest(space, step.path) if step is not None else None
         if step is None or manifest is None:
@@ -237,39 +236,64 @@ def _tail(space: Space, packed: bytes, steps: list[Step], rest: _Rest) -> Match:
 
 def siblings(space: Space, parent: Key) -> list[NodeName]:
     """Names of all nodes whose parent has this key, from one listing of the folder they share with others."""
+    return list(_parsed(_children(space, parent)))
+
+
+def _children(space: Space, parent: Key) -> list[str]:
+    """The same as file names. There may be a thousand, as many as conversations that part within one chunk: they are
+    compared as they are, and only the few that matter parsed. What is no name of a node may still be among them.
+    """
     prefix = parent[:NAME_KEY_BYTES].hex()
     try:
         names = space.context.fs.list_dir(f"{space.nodes}/{prefix[:2]}")
     except OSError:
         return []
-    parsed = (NodeName.parse(name) for name in names if name.startswith(prefix))
-    return [found[0] for found in parsed if found is not None and found[1] == "kv"]
+    return [name for name in names if name.startswith(prefix) and name.endswith(".kv")]
 
 
-def _is_prefix(name: NodeName, rest: _Rest) -> bool:
-    """Whether a node's tokens are the first of the rest. The rungs say no for most without hashing 8 KB each."""
-    tokens = rest.tokens[: name.count * TOKEN_BYTES]
-    return rungs(tokens, name.count) == name.rungs and node_key(rest.parent, tokens)[:NAME_KEY_BYTES].hex() == name.key
+def _parsed(names: Iterable[str]) -> Iterator[NodeName]:
+    for name in names:
+        found = NodeName.parse(name)
+        if found is not None:
+            yield found[0]
 
 
-def _nearest(found: list[NodeName], rest: _Rest) -> list[NodeName]:
-    """Candidates that share at least the first rung with the rest, most promising first."""
+_RUNGS = slice(-len(".kv") - 18, -len(".kv"))
+_WIDTH = 18 // len(RUNGS)
+
+
+def _order(name: str) -> tuple[int, str]:
+    """Sorts children by their token counts, then keys: what precedes the counts is alike in all, as are the widths of
+    all else.
+    """
+    return len(name), name
+
+
+def _exact(names: list[str], rest: _Rest) -> Iterator[NodeName]:
+    """Nodes whose tokens are the first of the rest, the longest first. The rungs, zeros from where a node has no more
+    tokens, say no for most without hashing 8 KB each.
+    """
     own = rungs(rest.tokens, rest.count)
-    width = len(own) // len(RUNGS)
+    alike = {own[: level * _WIDTH].ljust(len(own), "0") for level in range(len(RUNGS) + 1)}
+    keys: dict[int, str] = {}
+    for name in _parsed(sorted((name for name in names if name[_RUNGS] in alike), key=_order, reverse=True)):
+        if name.count <= rest.count:
+            tokens = rest.tokens[: name.count * TOKEN_BYTES]
+            if name.count not in keys:
+                keys[name.count] = node_key(rest.parent, tokens)[:NAME_KEY_BYTES].hex()
+            if name.key == keys[name.count] and name.rungs == rungs(tokens, name.count):
+                yield name
 
-    def shared(name: NodeName) -> int:
-        level = 0
-        for i, rung in enumerate(RUNGS):
-            if (
-                rung > min(name.count, rest.count)
-                or own[i * width : (i + 1) * width] != name.rungs[i * width :][:width]
-            ):
-                break
-            level += 1
-        return level
 
-    ranked = sorted(((shared(name), name.count, name.key, name) for name in found), reverse=True)
-    return [name for level, *_, name in ranked if level]
+def _nearest(names: list[str], rest: _Rest) -> Iterator[NodeName]:
+    """Nodes that share at least the first rung with the rest, most promising first."""
+    own = rungs(rest.tokens, rest.count)
+    for level in range(sum(rung <= rest.count for rung in RUNGS), 0, -1):
+        head = own[: level * _WIDTH]
+        yield from _parsed(
+            sorted((name for name in names if name.startswith(head, _RUNGS.start)), key=_order, reverse=True)
+        )
+        names = [name for name in names if not name.startswith(head, _RUNGS.start)]
 
 
 def _step(space: Space, first: int, name: NodeName) -> Step | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from format_support import Forged, Ref, pack, root_of
 
 from kvstore import FileSystem, NamespaceInfo, TokenError
 from kvstore.keys import pack_tokens
+from kvstore.layout import NodeName
 from kvstore.lookup import common_tokens
 
 TOKENS = prompt(100)
@@ -121,6 +123,42 @@ def test_the_best_of_several_overlaps_is_found(wide):
         other = differ_at(tokens, shared, seed=shared)
         wide.publish(other, spans(other, 0, 512))
     assert wide.lookup(tokens).count == 300
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_of_any_children_the_best_is_found(wide, seed):
+    """Against every child compared token by token, where there are no more than a lookup opens."""
+    rng = random.Random(seed)
+    tokens = prompt(512, seed)[: rng.choice([40, 63, 64, 130, 255, 256, 300, 511, 512])]
+    children = []
+    for number in range(rng.randrange(1, 8)):
+        base = rng.choice([tokens, *children])
+        shared = rng.randrange(len(base) + 1)
+        child = [*base[:shared], *prompt(512, 1000 * seed + number)][: rng.choice([20, 64, 100, 256, 400, 512])]
+        wide.publish(child, spans(child, 0, len(child)))
+        children.append(child)
+    exact = max((len(child) for child in children if child == tokens[: len(child)]), default=0)
+    overlaps = [common_tokens(pack_tokens(child), pack_tokens(tokens)) for child in children]
+    overlap = max((count for count in overlaps if count >= 64), default=0)
+    match = wide.lookup(tokens)
+    assert match.count == max(exact, overlap)
+    assert match.exact == (exact >= overlap or overlap in map(len, children) or not match.count)
+
+
+def test_names_of_a_thousand_children_are_not_taken_apart(wide, monkeypatch):
+    """As many conversations may part within one chunk; a lookup had taken 5 ms for their names."""
+    tokens = prompt(512)
+    wide.publish(tokens, spans(tokens, 0, 300))
+    [step] = wide.lookup(tokens).steps
+    own = step.name
+    for number in range(1000):
+        other = replace(own, key=f"{number:032x}", rungs=f"{number + 1:06x}{own.rungs[6:]}", count=1 + number % 512)
+        step.path.with_name(other.file("kv")).touch()
+    parsed = []
+    parse = NodeName.parse
+    monkeypatch.setattr(NodeName, "parse", staticmethod(lambda name: parsed.append(name) or parse(name)))
+    assert wide.lookup(differ_at(tokens, 200)).count == 200
+    assert len(parsed) < 20
 
 
 def test_an_exact_tail_wins_over_an_equal_overlap(wide):
