@@ -11,17 +11,18 @@ it is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from stat import S_ISREG
 from typing import NamedTuple
 
+from kvstore.children import alike, exact, names
 from kvstore.context import Space
 from kvstore.errors import DamagedManifestError
 from kvstore.fs import is_damage, out_of_files
-from kvstore.keys import RUNGS, TOKEN_BYTES, Key, node_key, rungs
+from kvstore.keys import TOKEN_BYTES, Key, node_key, rungs
 from kvstore.layout import NAME_KEY_BYTES, NodeName
 from kvstore.manifest import Manifest, decode, max_manifest_bytes
 
@@ -35,7 +36,6 @@ __all__ = [
     "has_state",
     "load_manifest",
     "read_manifest",
-    "siblings",
 ]
 
 MAX_OPENED = 8
@@ -184,7 +184,7 @@ def _whole(space: Space, packed: bytes, steps: list[Step]) -> Match:
 
 def _state_tail(space: Space, packed: bytes, steps: list[Step], rest: _Rest) -> Match:
     """The longest exact tail with a boundary state, or the last full chunk that has one."""
-    for name in _exact(_children(space, rest.parent), rest):
+    for name in exact(names(space, rest.parent), rest.parent, rest.tokens):
         step = _step(space, rest.first, name)
         if step is not None and has_state(space, step):
             return _whole(space, packed, [*steps, step])
@@ -214,13 +214,13 @@ def _tail(space: Space, packed: bytes, steps: list[Step], rest: _Rest) -> Match:
     reuses more. Of equal overlaps the exact one is taken, because what follows can be published onto it.
     """
     best = Match(space, packed, tuple(steps), rest.first, rest.first)
-    found = _children(space, rest.parent)
-    for name in _exact(found, rest):
+    found = names(space, rest.parent)
+    for name in exact(found, rest.parent, rest.tokens):
         step = _step(space, rest.first, name)
         if step is not None:
             best = Match(space, packed, (*steps, step), step.end, step.end)
             break
-    for name in islice(_nearest(found, rest), MAX_OPENED):
+    for _, name in islice(alike(found, rest.tokens), MAX_OPENED):
         step = _step(space, rest.first, name)
         manifest = load_manifest(space, step.path) if step is not None else None
         if step is None or manifest is None:
@@ -232,68 +232,6 @@ def _tail(space: Space, packed: bytes, steps: list[Step], rest: _Rest) -> Match:
             read = min((end for end in borders if end >= shared), default=shared)
             best = Match(space, packed, (*steps, step), shared, border, shared == step.end, read - shared)
     return best
-
-
-def siblings(space: Space, parent: Key) -> list[NodeName]:
-    """Names of all nodes whose parent has this key, from one listing of the folder they share with others."""
-    return list(_parsed(_children(space, parent)))
-
-
-def _children(space: Space, parent: Key) -> list[str]:
-    """The same as file names. There may be a thousand, as many as conversations that part within one chunk: they are
-    compared as they are, and only the few that matter parsed. What is no name of a node may still be among them.
-    """
-    prefix = parent[:NAME_KEY_BYTES].hex()
-    try:
-        names = space.context.fs.list_dir(f"{space.nodes}/{prefix[:2]}")
-    except OSError:
-        return []
-    return [name for name in names if name.startswith(prefix) and name.endswith(".kv")]
-
-
-def _parsed(names: Iterable[str]) -> Iterator[NodeName]:
-    for name in names:
-        found = NodeName.parse(name)
-        if found is not None:
-            yield found[0]
-
-
-_RUNGS = slice(-len(".kv") - 18, -len(".kv"))
-_WIDTH = 18 // len(RUNGS)
-
-
-def _order(name: str) -> tuple[int, str]:
-    """Sorts children by their token counts, then keys: what precedes the counts is alike in all, as are the widths of
-    all else.
-    """
-    return len(name), name
-
-
-def _exact(names: list[str], rest: _Rest) -> Iterator[NodeName]:
-    """Nodes whose tokens are the first of the rest, the longest first. The rungs, zeros from where a node has no more
-    tokens, say no for most without hashing 8 KB each.
-    """
-    own = rungs(rest.tokens, rest.count)
-    alike = {own[: level * _WIDTH].ljust(len(own), "0") for level in range(len(RUNGS) + 1)}
-    keys: dict[int, str] = {}
-    for name in _parsed(sorted((name for name in names if name[_RUNGS] in alike), key=_order, reverse=True)):
-        if name.count <= rest.count:
-            tokens = rest.tokens[: name.count * TOKEN_BYTES]
-            if name.count not in keys:
-                keys[name.count] = node_key(rest.parent, tokens)[:NAME_KEY_BYTES].hex()
-            if name.key == keys[name.count] and name.rungs == rungs(tokens, name.count):
-                yield name
-
-
-def _nearest(names: list[str], rest: _Rest) -> Iterator[NodeName]:
-    """Nodes that share at least the first rung with the rest, most promising first."""
-    own = rungs(rest.tokens, rest.count)
-    for level in range(sum(rung <= rest.count for rung in RUNGS), 0, -1):
-        head = own[: level * _WIDTH]
-        yield from _parsed(
-            sorted((name for name in names if name.startswith(head, _RUNGS.start)), key=_order, reverse=True)
-        )
-        names = [name for name in names if not name.startswith(head, _RUNGS.start)]
 
 
 def _step(space: Space, first: int, name: NodeName) -> Step | None:

@@ -11,13 +11,15 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, TypeAlias
 
+from kvstore.children import alike, names
 from kvstore.context import Context, Space
 from kvstore.errors import DamagedManifestError
-from kvstore.keys import RUNGS, TOKEN_BYTES, Key, rungs, unpack_tokens
+from kvstore.keys import TOKEN_BYTES, Key, unpack_tokens
 from kvstore.layout import FANOUT, Layout, NodeName
-from kvstore.lookup import Match, Step, common_tokens, find, load_manifest, siblings
+from kvstore.lookup import Match, Step, common_tokens, find, load_manifest
 from kvstore.manifest import Manifest, decode, max_manifest_bytes
 from kvstore.namespace import NamespaceInfo, read_label, read_namespace_file
 
@@ -32,7 +34,6 @@ MAX_OPENED = 8
 MAX_QUICK = 500
 """Names in a folder beyond which quickly gives up: about a millisecond to choose among them."""
 
-_RUNG_HEX = 6
 _FINGERPRINT_BYTES = 32
 
 End: TypeAlias = Literal["whole", "ended", "differs", "empty"]
@@ -177,21 +178,8 @@ def _opened(space: Space, parent: Key, first: int, rest: bytes, known: Sequence[
 
 def _candidates(space: Space, parent: Key, first: int, rest: bytes) -> list[Step]:
     """Children of a node, the likeliest first: by the rungs they share with the rest, then by their last use."""
-    count = len(rest) // TOKEN_BYTES
-    own = rungs(rest, count)
-
-    def level(name: NodeName) -> int:
-        shared = 0
-        for rung in RUNGS:
-            at = shared * _RUNG_HEX
-            if rung > min(name.count, count) or own[at : at + _RUNG_HEX] != name.rungs[at : at + _RUNG_HEX]:
-                break
-            shared += 1
-        return shared
-
-    ranked = sorted(((level(name), name.count, name.key, name) for name in siblings(space, parent)), reverse=True)
     found: list[tuple[int, int, Step]] = []
-    for shared, *_, name in ranked[:MAX_STATS]:
+    for shared, name in islice(alike(names(space, parent), rest, 0), MAX_STATS):
         where = f"{space.nodes}/{name.parent[:2]}/{name.file('kv')}"
         with suppress(OSError):
             mtime_ns = space.context.fs.stat(where).st_mtime_ns

@@ -13,11 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvstore.blocks import Span, block_parts
+from kvstore.children import names, sharing
 from kvstore.commit import existing, intact, node_path, put_block, put_node
 from kvstore.context import Space
 from kvstore.errors import MissingParentError, PublishError
 from kvstore.keys import TOKEN_BYTES, node_key
-from kvstore.lookup import Chunk, chunks, common_tokens, load_manifest, siblings
+from kvstore.lookup import Chunk, chunks, common_tokens, load_manifest
 from kvstore.manifest import BlockRef
 from kvstore.states import State, state_parts
 
@@ -146,7 +147,8 @@ def _blocks_before(space: Space, chunk: Chunk, border: int) -> tuple[BlockRef, .
     None at all for a tail that ends there without any: its engine keeps nothing per token.
     """
     wanted = border - chunk.first
-    for name in sorted(siblings(space, chunk.parent), key=lambda name: name.count != wanted):
+    found = sharing(names(space, chunk.parent), chunk.tokens[: wanted * TOKEN_BYTES])
+    for name in sorted(found, key=lambda name: name.count != wanted):
         if name.count < wanted:
             continue
         manifest = load_manifest(space, space.context.layout.node(space.id, name))

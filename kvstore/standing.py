@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore.children import exact
+from kvstore.children import names as children
 from kvstore.commit import node_path
 from kvstore.context import Space
-from kvstore.keys import TOKEN_BYTES, node_key, rungs
 from kvstore.layout import NAME_KEY_BYTES
-from kvstore.lookup import chunks, siblings
+from kvstore.lookup import chunks
 
 __all__ = ["Standing", "names", "standing"]
 
@@ -37,14 +38,9 @@ def standing(space: Space, packed: bytes) -> Standing:
     """Where the node at the end of these tokens will stand. packed must not be empty."""
     *before, last = chunks(space, packed)
     stands_on = {node_path(space, chunk) for chunk in before[-1:]}
-    for sibling in siblings(space, last.parent):
-        tokens = last.tokens[: sibling.count * TOKEN_BYTES]
-        if (
-            sibling.count < last.count
-            and rungs(tokens, sibling.count) == sibling.rungs
-            and _name(node_key(last.parent, tokens)) == sibling.key
-        ):
-            stands_on.add(space.context.layout.node(space.id, sibling))
+    for name in exact(children(space, last.parent), last.parent, last.tokens):
+        if name.count < last.count:
+            stands_on.add(space.context.layout.node(space.id, name))
     return Standing(_name(last.key), _name(before[-1].key) if before else None, frozenset(stands_on))
 
 
