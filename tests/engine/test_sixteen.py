@@ -306,7 +306,6 @@ def run(serve, model: Path, directory: Path, seconds: float, conversations: int,
     latency = thirds([(each.ended, each.took) for each in tally.requests])
     held = thirds(memory)
     parts = spans(tally.requests, worked)
-    Path("/tmp/sixteen.json").write_text(json.dumps([tally.requests, worked]))
     return {
         "requests": len(tally.requests),
         "prompt_tokens": tally.prompt_tokens,
