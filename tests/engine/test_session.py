@@ -16,6 +16,7 @@ from session_support import decode, forwarded, prompt_of, session_of
 
 import kvstore
 import kvstore_mlx
+from kvstore_mlx.recording import Recording
 from kvstore_mlx.restoring import Restored
 
 PROMPT = "explain why a cache must never lie. " * 12
@@ -59,6 +60,30 @@ def test_the_answer_is_mlx_lm_s_first_written_and_then_restored(loaded, opened):
         assert answer[-1].finish_reason == wanted[-1].finish_reason
         assert answer[-1].prompt_tokens == wanted[-1].prompt_tokens
         assert answer[-1].generation_tokens == wanted[-1].generation_tokens
+
+
+@pytest.mark.parametrize("taken", [1, 2, 5])
+def test_the_first_token_does_not_wait_for_the_prompt_to_be_saved(loaded, opened, monkeypatch, taken):
+    """Whoever leaves after the first token has saved the prompt all the same, once."""
+    saved, events = Recording.finished, []
+
+    def watched(self, caches, exactly, tokens, **more):
+        events.append(len(tokens))
+        return saved(self, caches, exactly, tokens, **more)
+
+    monkeypatch.setattr(Recording, "finished", watched)
+    with opened() as cache:
+        prompt = cache.tokens_of(PROMPT)
+        answer = cache.stream_generate(prompt, max_tokens=12)
+        next(answer)
+        assert events == [], "nothing was copied yet"
+        for _ in range(taken - 1):
+            next(answer)
+        answer.close()
+        assert events == [len(prompt), *([len(prompt) + taken] if taken > 1 else [])]
+        assert cache.flush()
+    with opened() as cache:
+        assert cache.prefill(prompt).cached_tokens == len(prompt)
 
 
 def test_the_speed_of_a_prompt_is_its_own(opened):
