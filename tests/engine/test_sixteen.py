@@ -356,8 +356,6 @@ def test_ten_minutes(serve, tiny_llama, tmp_path, record_property):
     assert figures["collected_nodes"] > 0  # what is younger than a minute it leaves alone
     assert figures["processor_growth"] < STEADY
     assert figures["latency_growth"] < STEADY_LATENCY
-    # What is restored need not be computed, which is what takes memory: 473 MiB were measured, and 767 without.
-    assert figures["memory_mib_peak"] < figures["memory_mib_peak_without"]
     # Nothing is kept of a request for good: less than one more copy of what sixteen conversations hold at once.
     held = figures["memory_thirds"]
     assert held[2] - held[1] < CLIENTS * figures["longest"] * TOKEN_BYTES
