@@ -376,8 +376,12 @@ class Session:
             self._extras.restore(restored.extras)
         return restored, saved
 
-    def _read(self, found: Found, room: int) -> Restored | None:
-        return restore(found, room, state=True, prefill_only=self._saving.prefill_only)
+    def _read(self, found: Found, tokens: int) -> Restored | None:
+        """Restore for a prompt of so many tokens. The logits that were saved after less than all of it are for nobody,
+        so that they are not read; what a hook has to be given back may lie anywhere.
+        """
+        wanted = found.count == tokens or self._extras is not None
+        return restore(found, tokens, state=wanted, prefill_only=self._saving.prefill_only)
 
     def _after(self, run: Run, done: int) -> None:
         if run.recording is not None and done < len(run.tokens) and run.recording.wants(done):

@@ -16,6 +16,7 @@ from session_support import decode, forwarded, prompt_of, session_of
 
 import kvstore
 import kvstore_mlx
+from kvstore.store import Namespace
 from kvstore_mlx.recording import Recording
 from kvstore_mlx.restoring import Restored
 
@@ -60,6 +61,22 @@ def test_the_answer_is_mlx_lm_s_first_written_and_then_restored(loaded, opened):
         assert answer[-1].finish_reason == wanted[-1].finish_reason
         assert answer[-1].prompt_tokens == wanted[-1].prompt_tokens
         assert answer[-1].generation_tokens == wanted[-1].generation_tokens
+
+
+def test_logits_are_read_only_where_nothing_is_left_to_compute(opened, monkeypatch):
+    """A vocabulary of 150,000 is 600 KB that nobody would look at."""
+    with opened() as cache:
+        tokens = cache.tokens_of(PROMPT)
+        cache.prefill(tokens)
+    reads, read = [], Namespace.read_state
+    monkeypatch.setattr(Namespace, "read_state", lambda *args: reads.append(1) or read(*args))
+    with opened() as cache:
+        assert cache.prefill([*tokens, 5]).cached_tokens == len(tokens)
+        assert cache.restore([*tokens, 6]).logits is None
+        assert reads == []
+        assert cache.prefill(tokens).cached_tokens == len(tokens)
+        assert cache.restore(tokens).logits is not None
+        assert reads == [1, 1]
 
 
 @pytest.mark.parametrize("taken", [1, 2, 5])
