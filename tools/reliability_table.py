@@ -46,6 +46,8 @@ COUNTS = {
     "collected_nodes": "nodes collected",
     "latency_ms_first": "ms a request in the first third (median)",
     "latency_ms_last": "in the last",
+    "latency_growth": "times that for the same work",
+    "processor_growth": "times the processor time for the same work",
     "memory_mib_peak": "MiB of memory at most",
     "memory_mib_peak_without": "without a directory",
 }
