@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -109,22 +110,10 @@ class Session:
         The prefill is cut where states are saved, the same with and without a directory: at chunk borders, at cuts
         (where a stable part of the prompt ends, say), and before the last token. An exact hit needs no forward pass.
         """
-        return outcome(self._turns.here(self._prefilled(list(tokens), cuts)))
-
-    def _prefilled(self, tokens: list[int], cuts: Sequence[int]) -> Generator[None, None, Run]:
-        """The steps of a prefill, with what is left of the prompt to be saved."""
-        run = yield from self._prefilling(tokens, cuts)
-        self._save_prompt(run)
-        return run
-
-    def _save_prompt(self, run: Run) -> None:
-        """Save what is new of a prompt up to its end, where its caches are."""
-        count = len(run.tokens)
-        if run.recording is not None and run.cached_tokens < count and count >= MIN_TOKENS:
-            run.recording.finished(run.caches, count, run.tokens, logits=run.logits)
+        return outcome(self._turns.here(self._prefilling(list(tokens), cuts)))
 
     def _prefilling(self, tokens: list[int], cuts: Sequence[int]) -> Generator[None, None, Run]:
-        """The steps of a prefill: the restore, and each piece. What follows the last full chunk is not saved yet."""
+        """The steps of a prefill: the restore, and each piece."""
         started = time.perf_counter()
         if not tokens:
             raise ValueError("a prompt needs at least one token")
@@ -161,6 +150,8 @@ class Session:
             if self._gate is not None:
                 self._gate.prefilled(len(tokens) - known, spent)
         run.seconds = time.perf_counter() - started
+        if recording is not None and known < len(tokens) and len(tokens) >= MIN_TOKENS:
+            recording.finished(caches, len(tokens), tokens, logits=run.logits)
         return run
 
     def _record(
@@ -283,20 +274,10 @@ class Session:
             quantization=self._quantization,
             finish=self.finish,
         )
-        saved = False
-        try:
-            for response in responses if self._metrics is None else self._metrics.watched(Served(), responses):
-                # Another thread may look at it, and could not compute it.
-                mx.eval(response.logprobs)
-                yield response
-                if not saved:
-                    # Only now, so that the first token need not wait for it: it came out of the prefill, and the caches
-                    # are still at the prompt's end.
-                    saved = True
-                    self._save_prompt(run)
-        finally:
-            if not saved:
-                self._save_prompt(run)
+        for response in responses if self._metrics is None else self._metrics.watched(Served(), responses):
+            # Another thread may look at it, and could not compute it.
+            mx.eval(response.logprobs)
+            yield response
 
     def tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
         """A prompt as mlx_lm.stream_generate tokenizes it."""
@@ -381,7 +362,10 @@ class Session:
         so that they are not read; what a hook has to be given back may lie anywhere.
         """
         wanted = found.count == tokens or self._extras is not None
-        return restore(found, tokens, state=wanted, prefill_only=self._saving.prefill_only)
+        restored = restore(found, tokens, state=wanted, prefill_only=self._saving.prefill_only)
+        if restored is None or restored.tokens == tokens:
+            return restored
+        return replace(restored, logits=None)
 
     def _after(self, run: Run, done: int) -> None:
         if run.recording is not None and done < len(run.tokens) and run.recording.wants(done):

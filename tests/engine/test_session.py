@@ -17,7 +17,7 @@ from session_support import decode, forwarded, prompt_of, session_of
 import kvstore
 import kvstore_mlx
 from kvstore.store import Namespace
-from kvstore_mlx.recording import Recording
+from kvstore_mlx.live import Extras
 from kvstore_mlx.restoring import Restored
 
 PROMPT = "explain why a cache must never lie. " * 12
@@ -79,28 +79,49 @@ def test_logits_are_read_only_where_nothing_is_left_to_compute(opened, monkeypat
         assert reads == [1, 1]
 
 
+@pytest.mark.parametrize("family", ["llama", "mamba2"])
+def test_logits_of_a_part_are_not_taken_for_those_of_the_whole(tmp_path, family):
+    """Who decodes from them would go on from the wrong token."""
+    with session_of(tmp_path / "cache", family) as cache:
+        cache.prefill(prompt_of(100))
+        cache.flush()
+        part = cache.restore(prompt_of(150))
+        assert (part.tokens, part.logits) == (100, None)
+        assert cache.restore(prompt_of(100)).logits is not None
+
+
+class Counter:
+    """A hook that counts a position, and a logits processor that goes on from it."""
+
+    name = "counter/1"
+    at = 0
+
+    def capture(self) -> Extras:
+        return Extras({}, {"at": self.at})
+
+    def restore(self, extras) -> None:
+        self.at = 0 if extras is None else extras.values["at"]
+
+    def __call__(self, tokens, logits):
+        self.at += 1
+        forced = mx.full(logits.shape, -1e9)
+        forced[:, 10 + self.at] = 0.0
+        return forced
+
+
 @pytest.mark.parametrize("taken", [1, 2, 5])
-def test_the_first_token_does_not_wait_for_the_prompt_to_be_saved(loaded, opened, monkeypatch, taken):
-    """Whoever leaves after the first token has saved the prompt all the same, once."""
-    saved, events = Recording.finished, []
-
-    def watched(self, caches, exactly, tokens, **more):
-        events.append(len(tokens))
-        return saved(self, caches, exactly, tokens, **more)
-
-    monkeypatch.setattr(Recording, "finished", watched)
-    with opened() as cache:
-        prompt = cache.tokens_of(PROMPT)
-        answer = cache.stream_generate(prompt, max_tokens=12)
-        next(answer)
-        assert events == [], "nothing was copied yet"
-        for _ in range(taken - 1):
-            next(answer)
+def test_extras_are_those_of_the_prompt_s_end_whatever_the_answer_did(opened, taken):
+    """Saving a prompt only when its first token is out would save what that token did to them: found by review."""
+    with opened(extras=(hook := Counter())) as cache:
+        answer = cache.stream_generate(PROMPT, max_tokens=5, logits_processors=[hook])
+        first = [next(answer).token for _ in range(taken)]
+        # Another answer on the same session, in the middle of the first.
+        list(cache.stream_generate("something else. " * 20, max_tokens=3, logits_processors=[hook]))
         answer.close()
-        assert events == [len(prompt), *([len(prompt) + taken] if taken > 1 else [])]
-        assert cache.flush()
-    with opened() as cache:
-        assert cache.prefill(prompt).cached_tokens == len(prompt)
+    assert first == list(range(11, 11 + taken))
+    with opened(extras=(hook := Counter())) as cache:
+        answer = cache.stream_generate(PROMPT, max_tokens=5, logits_processors=[hook])
+        assert [each.token for each in answer] == [11, 12, 13, 14, 15]
 
 
 def test_the_speed_of_a_prompt_is_its_own(opened):

@@ -249,13 +249,22 @@ def growth(parts: list[Span], cost: Callable[[Span], float]) -> float:
 
     How much of a prompt has to be computed changes in the course of a run, with what the collections leave, and moves
     the cost of a request by more than any bound worth having. So a price a request and a price a computed token are
-    fitted to all parts (least squares), and the thirds are compared by what they cost over what they should have.
+    fitted to all parts (least squares), and the thirds are compared by what they cost over what they should have. No
+    price is below nothing: with one, work that becomes less could explain any cost that grows.
     """
     work = np.array([(each.requests, each.computed) for each in parts], float)
     paid = np.array([cost(each) for each in parts])
-    due = work @ np.linalg.lstsq(work, paid, rcond=None)[0]
+    due = min((work[:, of] @ prices for of, prices in _prices(work, paid)), key=lambda due: ((paid - due) ** 2).sum())
     third = len(parts) // 3
     return float(paid[-third:].sum() / due[-third:].sum() / (paid[:third].sum() / due[:third].sum()))
+
+
+def _prices(work: Any, paid: Any) -> Iterator[tuple[list[int], Any]]:
+    """Least squares by both columns of the work, and by each alone, where all prices are above nothing."""
+    for of in ([0, 1], [0], [1]):
+        prices = np.linalg.lstsq(work[:, of], paid, rcond=None)[0]
+        if (prices >= 0).all():
+            yield of, prices
 
 
 def thirds(pairs: list[tuple[float, float]]) -> list[float]:
@@ -325,19 +334,24 @@ def run(serve, model: Path, directory: Path, seconds: float, conversations: int,
     }
 
 
-@pytest.mark.parametrize("grows", [0.0, 0.5])
-def test_growth_is_seen_through_a_changing_hit_rate(grows):
-    """Costs that follow the work alone are steady, however the work changes; half as much again is more than allowed.
+HIT_RATES = {
+    "changing": lambda rng, each: rng.randrange(20, 120) * (2 if each < PARTS // 3 else 1),
+    "rising": lambda rng, each: 100 - 40 * each / PARTS,
+    "falling": lambda rng, each: 60 + 40 * each / PARTS,
+}
 
-    Without the work taken out, a run without growth would show 0.7 here, and one with it 1.0.
-    """
+
+@pytest.mark.parametrize("grows", [0.0, 3.0])
+@pytest.mark.parametrize("computed", HIT_RATES.values(), ids=HIT_RATES)
+def test_growth_is_seen_through_a_changing_hit_rate(computed, grows):
+    """Costs that follow the work alone are steady, however it changes; it does not hide four times the cost, either."""
     rng = random.Random(1)
     parts = []
     for each in range(PARTS):
         requests = rng.randrange(200, 400)
-        computed = requests * rng.randrange(20, 120) * (2 if each < PARTS // 3 else 1)
-        cost = (0.03 * requests + 0.0004 * computed) * rng.uniform(0.95, 1.05) * (1 + grows * each / PARTS)
-        parts.append(Span(requests, computed, cost, cost))
+        tokens = round(requests * computed(rng, each))
+        cost = (0.03 * requests + 0.0004 * tokens) * rng.uniform(0.95, 1.05) * (1 + grows * each / PARTS)
+        parts.append(Span(requests, tokens, cost, cost))
     found = growth(parts, lambda part: part.worked)
     assert (found > STEADY) if grows else found == pytest.approx(1.0, abs=0.05)
 
