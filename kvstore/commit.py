@@ -12,16 +12,18 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from xxhash import xxh3_128
+
 from kvstore.context import Context, Space
 from kvstore.errors import FormatVersionError, KVStoreError, MissingParentError
 from kvstore.fs import is_damage, status_of
 from kvstore.holds import kept_open
-from kvstore.keys import Buffer, block_digest
+from kvstore.keys import Buffer
 from kvstore.layout import Kind
 from kvstore.locks import publish_lock
 from kvstore.lookup import Chunk, read_manifest
 from kvstore.manifest import MAX_MANIFEST_BYTES, BlockRef, Manifest, encode, newer_format
-from kvstore.staged import stage
+from kvstore.staged import stage, staged_file
 from kvstore.takeover import take_over
 
 __all__ = [
@@ -75,12 +77,21 @@ def existing(
 def put_block(
     context: Context, parts: Sequence[Buffer], payload: int, first: int, count: int, *, decode: bool
 ) -> tuple[BlockRef, int]:
-    """A block under its final name, and the bytes written: 0 for one that is there, which is made young (rule 5)."""
+    """A block under its final name, and the bytes written: 0 for one that is there, which is made young (rule 5).
+
+    Hashed as it is written, slice by slice, while it is in the processor's cache: one pass over memory, not two. So it
+    is known only afterwards that a block is there already, before any of it has been waited for on the disk.
+    """
     size = sum(memoryview(part).nbytes for part in parts)
-    ref = BlockRef(block_digest(context.pace.pieces(parts)), size, first, count, payload, decode)
-    if _freshened(context, ref):
-        return ref, 0
-    return ref, place_block(context, stage(context, parts, size), ref)
+    hashed = xxh3_128()
+    with staged_file(context, size) as staged:
+        for batch in context.pace.batches(parts):
+            for piece in batch:
+                hashed.update(piece)
+            context.fs.write(staged.fd, batch)
+        ref = BlockRef(hashed.digest(), size, first, count, payload, decode)
+        staged.wanted = not _freshened(context, ref)
+    return ref, place_block(context, staged.path, ref) if staged.wanted else 0
 
 
 def place_block(context: Context, staged: Path, ref: BlockRef) -> int:

@@ -48,7 +48,7 @@ def copy_block(
         if buffer is None:
             return True
         digest = xxhash.xxh3_128()
-        with staged_file(target, ref.size) as (out, staged):
+        with staged_file(target, ref.size) as staged:
             for at in range(0, ref.size, buffer.nbytes):
                 view = buffer[: ref.size - at]
                 try:
@@ -56,11 +56,11 @@ def copy_block(
                 except (OSError, EOFError) as error:
                     raise DamagedBlockError(f"block {path} cannot be read: {error}") from error
                 digest.update(view)
-                target.fs.write(out, [view])
+                target.fs.write(staged.fd, [view])
                 wrote(view.nbytes)
             if digest.digest() != ref.digest:
                 raise DamagedBlockError(f"block {path} is damaged: its digest does not match its bytes")
     finally:
         os.close(fd)
-    place_block(target, staged, ref)
+    place_block(target, staged.path, ref)
     return True

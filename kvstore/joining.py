@@ -50,15 +50,15 @@ def join(context: Context, refs: Sequence[BlockRef], progress: Callable[[int], N
         head = block_head(specs, first, count, refs[0].payload % ALIGNMENT)
         size = len(head) + sum(spec.span_bytes(count) for spec in specs)
         digest = xxhash.xxh3_128()
-        with staged_file(context, size) as (fd, staged):
+        with staged_file(context, size) as staged:
             for piece in _pieces(head, specs, sources):
                 digest.update(piece)
-                context.fs.write(fd, [piece])
+                context.fs.write(staged.fd, [piece])
                 progress(piece.nbytes)
             for source in sources:
                 source.check()
     ref = BlockRef(digest.digest(), size, first, count, len(head), any(ref.decode for ref in refs))
-    return ref, place_block(context, staged, ref)
+    return ref, place_block(context, staged.path, ref)
 
 
 def _pieces(head: bytes, specs: Sequence[TensorSpec], sources: Sequence[_Source]) -> Iterator[memoryview]:

@@ -5,33 +5,48 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.context import Context
 from kvstore.keys import Buffer
 
-__all__ = ["stage", "staged_file"]
+__all__ = ["Staged", "stage", "staged_file"]
+
+
+@dataclass
+class Staged:
+    """A file that is being written, without a name yet. wanted: whether it is to be made durable and kept."""
+
+    fd: int
+    path: Path
+    wanted: bool = True
 
 
 def stage(context: Context, parts: Sequence[Buffer], size: int = 0) -> Path:
     """Write a staged file and make its data durable."""
-    with staged_file(context, size) as (fd, path):
-        for batch in context.pace.batches(parts):
-            context.fs.write(fd, batch)
-    return path
+    with staged_file(context, size) as staged:
+        context.fs.write(staged.fd, parts)
+    return staged.path
 
 
 @contextmanager
-def staged_file(context: Context, size: int = 0) -> Iterator[tuple[int, Path]]:
-    """A staged file to be written: its data are durable when this is left, and it is gone when that failed."""
+def staged_file(context: Context, size: int = 0) -> Iterator[Staged]:
+    """A staged file to be written: its data are durable when this is left. It is gone when that failed, or when it is
+    not wanted.
+    """
     fd, path = context.staging.create()
     try:
         try:
             context.fs.allocate(fd, size)
-            yield fd, path
-            context.fs.sync_file(fd)
+            staged = Staged(fd, path)
+            yield staged
+            if staged.wanted:
+                context.fs.sync_file(fd)
         finally:
             os.close(fd)
+        if not staged.wanted:
+            context.staging.discard(path)
     except BaseException:
         context.staging.discard(path)
         raise

@@ -67,7 +67,7 @@ def _copied(context: Context, fd: int, seen: os.stat_result, path: Path) -> Path
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(min(_BUFFER_BYTES, seen.st_size)))
     rest = context.pace.resting()
-    with staged_file(context, seen.st_size) as (out, copy):
+    with staged_file(context, seen.st_size) as copy:
         for at in range(0, seen.st_size, _BUFFER_BYTES):
             view = buffer[: seen.st_size - at]
             try:
@@ -77,7 +77,7 @@ def _copied(context: Context, fd: int, seen: os.stat_result, path: Path) -> Path
             for piece in slices(view):
                 rest()
                 digest.update(piece)
-                context.fs.write(out, [piece])
+                context.fs.write(copy.fd, [piece])
         if Layout.is_block_name(path.name):
             if digest.hexdigest() != path.name:
                 raise _damaged(context, path)
@@ -87,7 +87,7 @@ def _copied(context: Context, fd: int, seen: os.stat_result, path: Path) -> Path
                 decode(buffer)
             except DamagedManifestError as error:
                 raise _damaged(context, path) from error
-    return copy
+    return copy.path
 
 
 def _damaged(context: Context, path: Path) -> MissingParentError:

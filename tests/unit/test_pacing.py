@@ -33,23 +33,29 @@ def paced(clock: Clock, share) -> Pace:
     return pace
 
 
-def test_without_a_share_nothing_is_cut():
-    parts = [b"abc", bytes(5 << 20)]
-    assert list(Pace().batches(parts)) == [parts]
+def test_batches_are_the_same_bytes_small_parts_together():
+    parts = [b"abc", b"", bytes(range(256)) * 5000, b"d" * 300, b"e" * (1 << 19), b"f" * 20]
+    batches = [[bytes(piece) for piece in batch] for batch in Pace().batches(parts)]
+    assert b"".join(piece for batch in batches for piece in batch) == b"".join(parts)
+    sizes = [sum(map(len, batch)) for batch in batches]
+    assert sizes[:-1] == [1 << 19] * 3
+    assert 0 < sizes[-1] < 1 << 19
+    assert max(map(len, batches)) == 3
+    assert list(Pace().batches([])) == []
 
 
 def test_slices_are_the_same_bytes():
     part = bytes(range(256)) * (3 << 12) + b"end"
     assert b"".join(slices(part)) == part
-    assert max(piece.nbytes for piece in slices(part)) == 1 << 20
+    assert max(piece.nbytes for piece in slices(part)) == 1 << 19
     assert list(slices(b"")) == []
 
 
 @pytest.mark.parametrize(("share", "rest"), [(1.0, 0.0), (0.5, 0.01), (0.2, 0.04), (0.01, 0.05)])
 def test_rests_are_in_proportion_to_work(monkeypatch, share, rest):
     clock = Clock(monkeypatch, 0.01)
-    pieces = list(paced(clock, lambda: share).pieces([bytes(3 << 20)]))
-    assert len(pieces) == 3
+    batches = list(paced(clock, lambda: share).batches([bytes(3 << 19)]))
+    assert len(batches) == 3
     assert sum(clock.slept) == pytest.approx(2 * rest), "between two slices, and not behind the last"
     assert max(clock.slept, default=0.0) <= 0.02, "it looks up again soon"
 
@@ -68,7 +74,7 @@ def test_what_is_done_at_once_is_no_reason_to_rest(monkeypatch):
 def test_a_rest_ends_when_it_is_no_longer_wanted(monkeypatch):
     clock = Clock(monkeypatch, 1.0)
     pace = paced(clock, lambda: 0.01 if len(clock.slept) < 2 else 1.0)
-    list(pace.batches([bytes(2 << 20)]))
+    list(pace.batches([bytes(2 << 19)]))
     assert clock.slept == [0.02] * 2
 
 
