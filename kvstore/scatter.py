@@ -1,9 +1,9 @@
 """Scatter the payloads of open blocks into the engine's memory, by several threads, hashed in file order.
 
-The work is cut into units of about a mebibyte, a tensor at least, so that the threads share even a single block: the
-first touch of memory costs more than reading, and two threads hide it. A block's digest is over its whole file in
-order. Whichever thread has read the unit that comes next hashes it, and those after it that are there, while they are
-still in the processor's cache; no thread waits for another's hash.
+The work is cut into units of about a mebibyte, so that the threads can share even a single block: the first touch of
+memory costs more than reading, and two threads hide it. Where there are more blocks, each thread has its own. A block's
+digest is over its whole file in order. Whichever thread has read the unit that comes next hashes it, and those after it
+that are there, while they are still in the processor's cache; no thread waits for another's hash.
 
 A block is good only when every unit of it was read and hashed and the digest is the one in its name. This module opens
 and closes nothing, and knows neither manifests nor what a damaged block means to a restore.
@@ -12,6 +12,7 @@ and closes nothing, and knows neither manifests nor what a damaged block means t
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ thread that called for the restore."""
 
 UNIT_BYTES = 1 << 20
 """What a thread reads between two looks at the list: larger units leave the last thread alone for longer and grow cold
-before they are hashed, smaller ones cost calls. A tensor of a chunk is one unit, of a short span several share one."""
+before they are hashed (a whole tensor of 4 MiB is out of the nearest cache by then), smaller ones cost calls. A tensor
+of a chunk is cut between its runs, those of a short span share a unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ def scatter(blocks: Sequence[OpenBlock], memory: Mapping[str, TensorBuffer], thr
 def _run(work: _Work, threads: int, others: list[threading.Thread]) -> None:
     """Run work on so many threads, and wait for all of them whatever happens."""
     try:
-        for _ in range(min(threads, len(work.units)) - 1):
+        for _ in range(min(threads, work.units) - 1):
             thread = threading.Thread(target=work.run, name="kvstore-read")
             # No more threads can be started just now (or the interpreter is ending): fewer read, as well.
             with suppress(RuntimeError):
@@ -85,40 +87,59 @@ def _join(thread: threading.Thread) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Tensors begin .. end of a block, whose bytes begin at offset in its file. number: its place in the block."""
+    """Tensors begin .. end of a block, whose bytes begin at offset in its file; of a single one, some of its runs.
+
+    number: its place in the block.
+    """
 
     block: _Reading
     number: int
     begin: int
     end: int
     offset: int
+    runs: slice | None = None
 
 
 class _Reading:
-    """What became of one block so far: the hash of its leading units, and those that wait for an earlier one."""
+    """What became of one block so far: the units that nobody has taken, the hash of its leading ones, and those that
+    wait for an earlier one to be hashed.
+    """
 
     def __init__(self, block: OpenBlock) -> None:
         self.block = block
         self.error: Exception | None = None
         self.units = 0
+        self.left = deque(self._cut())
         self._state = xxhash.xxh3_128(block.head)
         self._waiting: dict[int, list[memoryview]] = {}
         self._hashed = 0
         self._hashing = False
         self._lock = threading.Lock()
 
-    def cut(self) -> Iterator[_Unit]:
+    def _cut(self) -> Iterator[_Unit]:
         """The block's units, in file order."""
         specs, count, offset, begin = self.block.specs, self.block.ref.count, self.block.ref.payload, 0
         while begin < len(specs):
+            spec = specs[begin]
+            if (whole := spec.span_bytes(count)) > UNIT_BYTES:
+                run = whole // spec.outer
+                some = max(1, UNIT_BYTES // run)
+                for first in range(0, spec.outer, some):
+                    yield self._unit(begin, begin + 1, offset + first * run, slice(first, first + some))
+                offset += whole
+                begin += 1
+                continue
             end, size = begin, 0
-            while end < len(specs) and (end == begin or size + specs[end].span_bytes(count) <= UNIT_BYTES):
+            while end < len(specs) and size + specs[end].span_bytes(count) <= UNIT_BYTES:
                 size += specs[end].span_bytes(count)
                 end += 1
-            yield _Unit(self, self.units, begin, end, offset)
-            self.units += 1
+            yield self._unit(begin, end, offset)
             offset += size
             begin = end
+
+    def _unit(self, begin: int, end: int, offset: int, runs: slice | None = None) -> _Unit:
+        self.units += 1
+        return _Unit(self, self.units - 1, begin, end, offset, runs)
 
     def read(self, unit: _Unit, memory: Mapping[str, TensorBuffer]) -> None:
         """Read one unit and hash what can be hashed now. A block that is known to be bad is read no further."""
@@ -127,6 +148,8 @@ class _Reading:
         ref = self.block.ref
         specs = self.block.specs[unit.begin : unit.end]
         runs = [run for spec in specs for run in memory[spec.name].runs(spec, ref.first, ref.count)]
+        if unit.runs is not None:
+            runs = runs[unit.runs]
         try:
             preadv_full(self.block.fd, runs, unit.offset)
         except EOFError as error:
@@ -163,13 +186,17 @@ class _Reading:
 
 
 class _Work:
-    """The units of all blocks, taken one by one by any number of threads."""
+    """The units of all blocks, taken one by one by any number of threads.
+
+    A thread takes those of one block after the other, so that it hashes what it has read itself; only when no block is
+    without a reader it helps with one that has.
+    """
 
     def __init__(self, blocks: Sequence[OpenBlock], memory: Mapping[str, TensorBuffer]) -> None:
         self._readings = [_Reading(block) for block in blocks]
-        self.units = [unit for reading in self._readings for unit in reading.cut()]
+        self.units = sum(reading.units for reading in self._readings)
         self._memory = memory
-        self._taken = 0
+        self._unread = deque(self._readings)
         self._stopped = False
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
@@ -177,8 +204,10 @@ class _Work:
     def run(self) -> None:
         """Read units until there are no more. An error that is not a block's ends all threads' work."""
         try:
-            while (unit := self._take()) is not None:
-                unit.block.read(unit, self._memory)
+            own: _Reading | None = None
+            while (unit := self._take(own)) is not None:
+                own = unit.block
+                own.read(unit, self._memory)
         except BaseException as error:
             with self._lock:
                 self._failure = self._failure or error
@@ -199,9 +228,11 @@ class _Work:
             del failure
         return [reading.outcome() for reading in self._readings]
 
-    def _take(self) -> _Unit | None:
+    def _take(self, own: _Reading | None) -> _Unit | None:
         with self._lock:
-            if self._stopped or self._taken == len(self.units):
+            if self._stopped:
                 return None
-            self._taken += 1
-            return self.units[self._taken - 1]
+            if own is None or not own.left:
+                helped = next((reading for reading in self._readings if reading.left), None)
+                own = self._unread.popleft() if self._unread else helped
+            return own.left.popleft() if own is not None and own.left else None

@@ -93,14 +93,34 @@ def test_a_span_lands_at_its_tokens_and_nowhere_else(files, monkeypatch, threads
         assert untouched == bytes([FILL]) * len(untouched)
 
 
-@pytest.mark.parametrize(("unit", "calls"), [(1, 3), (1 << 20, 1)])
-def test_tensors_of_a_short_span_share_a_call(files, monkeypatch, unit, calls):
-    """Each call lets go of the interpreter's lock, and beside a busy thread it takes milliseconds to get it back."""
+@pytest.mark.parametrize(("unit", "calls"), [(1, 6), (140, 5), (1 << 20, 1)])
+def test_tensors_of_a_short_span_share_a_call_and_those_of_a_long_one_are_cut(files, monkeypatch, unit, calls):
+    """Each call lets go of the interpreter's lock, and beside a busy thread it takes milliseconds to get it back; and
+    what is too long for the processor's cache is no longer in it when it is hashed.
+    """
     monkeypatch.setattr(scatter_module, "UNIT_BYTES", unit)
     seen = []
     monkeypatch.setattr(scatter_module, "preadv_full", lambda *args: (seen.append(args), preadv_full(*args)))
     assert scatter([files.open(span(TOKENS, 7, 20))], Memory()(SPECS, 40), 2) == [None]
     assert len(seen) == calls
+
+
+def test_each_thread_reads_a_block_of_its_own_while_there_are_enough(files, monkeypatch):
+    """It hashes what it has read itself, and not what lies in another core's cache."""
+    together = threading.Barrier(2)
+    readers: dict[int, set[int]] = {}
+
+    def in_step(fd, views, offset):
+        together.wait(10)
+        readers.setdefault(fd, set()).add(threading.get_ident())
+        preadv_full(fd, views, offset)
+
+    monkeypatch.setattr(scatter_module, "preadv_full", in_step)
+    blocks = [files.open(span(TOKENS, first, first + 10)) for first in (0, 10, 20, 30)]
+    memory = Memory()
+    assert scatter(blocks, memory(SPECS, 40), 2) == [None] * 4
+    check(memory, 0, 40)
+    assert [len(readers[block.fd]) for block in blocks] == [1] * 4
 
 
 @pytest.mark.parametrize("threads", THREADS)
@@ -146,7 +166,7 @@ def test_units_that_are_read_out_of_order_are_hashed_in_order(files, monkeypatch
             assert others.wait(10)
         preadv_full(fd, views, offset)
         seen.append(offset)
-        if len(seen) == len(SPECS) - 1:
+        if len(seen) == sum(spec.outer for spec in SPECS) - 1:
             others.set()
 
     monkeypatch.setattr(scatter_module, "preadv_full", late)
