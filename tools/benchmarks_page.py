@@ -89,15 +89,19 @@ def _targets(found: Sequence[Row]) -> Iterator[str]:
 
 
 def _conditions(documents: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    machines = {_machine(document["conditions"]): None for document in documents.values()}
-    yield from machines
-    yield ""
-    yield "| raw values | measured at (UTC) | commit | load average before it |"
-    yield "|---|---|---|---|"
+    """The machines, by letters where there are several, and which of them a file is of."""
+    machines = list(dict.fromkeys(_machine(document["conditions"]) for document in documents.values()))
+    letters = {machine: chr(ord("A") + number) for number, machine in enumerate(machines)}
+    several = len(machines) > 1
+    for machine in machines:
+        yield from (f"{letters[machine]}: {machine}", "") if several else (machine, "")
+    yield "| raw values | measured at (UTC) | commit | load average before it |" + (" machine |" if several else "")
+    yield "|---|---|---|---|" + ("---|" if several else "")
     for name, document in documents.items():
         where = document["conditions"]
         load_average = f"{where['load_average'][0]:.1f}"
-        yield f"| [{name}](bench/{name}.json) | {where['date'][:16]} | {where['commit']} | {load_average} |"
+        row = f"| [{name}](bench/{name}.json) | {where['date'][:16]} | {where['commit']} | {load_average} |"
+        yield f"{row} {letters[_machine(where)]} |" if several else row
 
 
 def _machine(where: Mapping[str, Any]) -> str:
