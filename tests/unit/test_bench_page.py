@@ -39,6 +39,20 @@ def test_the_benchmarks_of_the_issue_are_there():
     assert wanted <= found
 
 
+def test_figures_of_two_machines_say_which():
+    own = {
+        name: json.loads((ROOT / "docs" / "bench" / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("publish", "tokens")
+    }
+    own["publish"]["conditions"] |= {"machine": "one"}
+    own["tokens"]["conditions"] |= {"machine": "one"}
+    assert not any("| machine |" in line for line in benchmarks_page._conditions(own))
+    own["tokens"]["conditions"] |= {"machine": "another"}
+    lines = list(benchmarks_page._conditions(own))
+    assert [line[:9] for line in lines if line.startswith(("A: ", "B: "))] == ["A: one, 2", "B: anothe"]
+    assert [line[-4:] for line in lines[-2:]] == [" A |", " B |"]
+
+
 def test_a_verdict_is_about_the_median_and_its_direction():
     least = Row("it", 0.8, 1.0, Sample.of([0.7, 0.9, 1.1]))
     assert (least.limit(0.8), least.verdict(0.8), least.verdict(1.0)) == ("≥ 0.8", "met", "**not met**")
