@@ -1,7 +1,7 @@
 """Blocks: immutable safetensors files that hold the KV of one token span, named by the hash of their bytes.
 
 The payload is laid out ``[tensor][outer][token][inner]``: tensors in layer order, so that layers arrive in order, and
-each ``[token][inner]`` run of an outer index (a head) contiguous, so that one preadv a tensor scatters a span straight
+each ``[token][inner]`` run of an outer index (a head) contiguous, so that one preadv scatters many of them straight
 into the engine's own ``[outer, capacity, inner]`` buffer. The header is padded to an offset that the writer chooses and
 the manifest records: copying is twice as fast when the payload's offset is congruent to the buffer's address modulo 64.
 
@@ -97,11 +97,11 @@ class TensorBuffer:
     view: memoryview
     capacity: int
 
-    def runs(self, spec: TensorSpec, first: int, count: int) -> list[memoryview]:
-        """Byte views of tokens first .. first + count, one an outer index, in payload order."""
+    def runs(self, spec: TensorSpec, first: int, count: int, some: slice = slice(None)) -> list[memoryview]:
+        """Byte views of tokens first .. first + count, one an outer index (some of them), in payload order."""
         row, stride = spec.row_bytes, self.capacity * spec.row_bytes
         begin, end = first * row, (first + count) * row
-        return [self.view[head * stride + begin : head * stride + end] for head in range(spec.outer)]
+        return [self.view[head * stride + begin : head * stride + end] for head in range(spec.outer)[some]]
 
     def check(self, spec: TensorSpec, tokens: int) -> None:
         """Refuse memory that preadv would write past, or that is not plain bytes (a strided view is not)."""

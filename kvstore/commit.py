@@ -6,6 +6,7 @@ calls that check what a manifest refers to and rename it. Nothing here decides w
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,7 @@ from kvstore.context import Context, Space
 from kvstore.errors import FormatVersionError, KVStoreError, MissingParentError
 from kvstore.fs import is_damage, status_of
 from kvstore.holds import kept_open
-from kvstore.keys import Buffer
+from kvstore.keys import Buffer, block_digest
 from kvstore.layout import Kind
 from kvstore.locks import publish_lock
 from kvstore.lookup import Chunk, read_manifest
@@ -41,6 +42,8 @@ __all__ = [
     "put_manifest",
     "put_node",
 ]
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def node_path(space: Space, chunk: Chunk, kind: Kind = "kv") -> Path:
@@ -80,17 +83,27 @@ def put_block(
     """A block under its final name, and the bytes written: 0 for one that is there, which is made young (rule 5).
 
     Hashed as it is written, slice by slice, while it is in the processor's cache: one pass over memory, not two. So it
-    is known only afterwards that a block is there already, before any of it has been waited for on the disk.
+    is known only afterwards that a block is there already, before any of it has been waited for on the disk. Where
+    there is no room to find out so, it is only hashed: what is there needs none.
     """
     size = sum(memoryview(part).nbytes for part in parts)
     hashed = xxh3_128()
-    with staged_file(context, size) as staged:
-        for batch in context.pace.batches(parts):
-            for piece in batch:
-                hashed.update(piece)
-            context.fs.write(staged.fd, batch)
-        ref = BlockRef(hashed.digest(), size, first, count, payload, decode)
-        staged.wanted = not _freshened(context, ref)
+    try:
+        with staged_file(context, size) as staged:
+            for batch in context.pace.batches(parts):
+                with context.pace.turns():
+                    for piece in batch:
+                        hashed.update(piece)
+                    context.fs.write(staged.fd, batch)
+            ref = BlockRef(hashed.digest(), size, first, count, payload, decode)
+            staged.wanted = not _freshened(context, ref)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        ref = BlockRef(block_digest(parts), size, first, count, payload, decode)
+        if not _freshened(context, ref):
+            raise
+        return ref, 0
     return ref, place_block(context, staged.path, ref) if staged.wanted else 0
 
 

@@ -1,7 +1,7 @@
 """Two settings of the interpreter that all threads share, changed while it matters: turns, and the search for cycles.
 
 A restore wants short turns. Reading and hashing let go of the interpreter's lock at each run of a head, because the
-file's order is another than the memory's: 576 times for a chunk of an 8B model. Beside a thread that computes in
+file's order is another than the memory's: 864 times for a chunk of an 8B model. Beside a thread that computes in
 Python, as one that parses requests does, each of them costs a turn of that thread's: 5 ms, unless
 `sys.setswitchinterval` says otherwise.
 

@@ -30,7 +30,8 @@ class Published:
     """end: length of the longest prefix now in the store. nodes: how many were new. written: bytes of new files, and of
     copies that took the place of another user's (kvstore.takeover).
 
-    blocks: bytes of new blocks, of what was written; a block that was there already is not written again.
+    blocks: bytes of new blocks, of what was written; a block that was there already is not kept twice, and counts
+    for nothing.
     """
 
     end: int

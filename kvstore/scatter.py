@@ -147,9 +147,8 @@ class _Reading:
             return
         ref = self.block.ref
         specs = self.block.specs[unit.begin : unit.end]
-        runs = [run for spec in specs for run in memory[spec.name].runs(spec, ref.first, ref.count)]
-        if unit.runs is not None:
-            runs = runs[unit.runs]
+        some = unit.runs or slice(None)
+        runs = [run for spec in specs for run in memory[spec.name].runs(spec, ref.first, ref.count, some)]
         try:
             preadv_full(self.block.fd, runs, unit.offset)
         except EOFError as error:
@@ -196,7 +195,7 @@ class _Work:
         self._readings = [_Reading(block) for block in blocks]
         self.units = sum(reading.units for reading in self._readings)
         self._memory = memory
-        self._unread = deque(self._readings)
+        self._unread = deque(reading for reading in self._readings if reading.left)
         self._stopped = False
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
@@ -226,6 +225,9 @@ class _Work:
                 raise failure
         finally:
             del failure
+            for reading in self._readings:
+                # Units that nobody took refer to the block, and it to them: memory in a cycle would be held for longer.
+                reading.left.clear()
         return [reading.outcome() for reading in self._readings]
 
     def _take(self, own: _Reading | None) -> _Unit | None:

@@ -23,9 +23,9 @@ class Staged:
     wanted: bool = True
 
 
-def stage(context: Context, parts: Sequence[Buffer], size: int = 0) -> Path:
+def stage(context: Context, parts: Sequence[Buffer]) -> Path:
     """Write a staged file and make its data durable."""
-    with staged_file(context, size) as staged:
+    with staged_file(context) as staged:
         context.fs.write(staged.fd, parts)
     return staged.path
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from core_support import FAST, open_store, prompt
 
@@ -90,5 +92,15 @@ def test_a_publish_at_any_pace_writes_the_same(monkeypatch, tmp_path, share):
         assert space.lookup(prompt(COUNT, 1)).count == COUNT
     (block,) = [path for path in (tmp_path / "objects" / "blocks").rglob("*") if path.is_file()]
     assert block.read_bytes().endswith(b"".join(data))
-    # Hashed and written, 8 slices and a header each.
+    # Sixteen slices, and the end of the last one, which the header has pushed out of it.
     assert len([nap for nap in clock.slept if nap > 0]) == (16 if share == 0.25 else 0)
+
+
+@pytest.mark.parametrize(("share", "short"), [(None, True), (1.0, True), (0.9, False), (0.1, False)])
+def test_turns_are_short_at_full_speed_only(share, short):
+    pace = Pace()
+    pace.share = None if share is None else lambda: share
+    before = sys.getswitchinterval()
+    with pace.turns():
+        assert (sys.getswitchinterval() < before) == short
+    assert sys.getswitchinterval() == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -40,6 +41,7 @@ from kvstore import (
     Span,
     TensorSpec,
     TokenError,
+    UnavailableError,
 )
 from kvstore._version import __version__
 from kvstore.clear import clear
@@ -181,6 +183,36 @@ def test_a_block_that_is_there_is_made_young_and_not_written_again(tmp_path):
     assert (published.nodes, published.written) == (1, manifest.stat().st_size)
     assert block.stat().st_ino == inode
     assert block.stat().st_mtime_ns > NOW
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
+def test_a_block_that_is_there_needs_no_room(tmp_path, code):
+    """On a full disk, too, where it cannot be written to find out: its manifest may be gone, or another model's KV be
+    the same.
+    """
+
+    class Full(FileSystem):
+        full = False
+
+        def allocate(self, fd, size):
+            if Full.full and size:
+                raise OSError(code, os.strerror(code))
+            super().allocate(fd, size)
+
+    space = open_store(tmp_path / "cache", fs=Full()).namespace(INFO)
+    space.publish(TOKENS, spans(TOKENS, 0, 5))
+    [manifest] = node_files(tmp_path / "cache")
+    manifest.unlink()
+    Full.full = True
+    if code == errno.EIO:
+        with pytest.raises(UnavailableError):
+            space.publish(TOKENS, spans(TOKENS, 0, 5))
+    else:
+        assert space.publish(TOKENS, spans(TOKENS, 0, 5)).nodes == 1
+        assert restore(space, TOKENS).tokens == 5
+        with pytest.raises(UnavailableError):
+            space.publish(TOKENS, spans(TOKENS, 0, 5, 9))
+    assert not [path for path in (tmp_path / "cache" / "tmp").rglob("*") if path.is_file()]
 
 
 def test_a_missing_block_is_written_again(tmp_path, space):

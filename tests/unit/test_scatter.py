@@ -9,6 +9,7 @@ import random
 import sys
 import threading
 import time
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -27,8 +28,8 @@ THREADS = (1, 2, 4)
 
 
 @pytest.fixture(autouse=True)
-def _a_tensor_a_unit(monkeypatch):
-    """Tests have small tensors; each is a unit of its own, as a tensor of a real chunk is."""
+def _a_run_a_unit(monkeypatch):
+    """Tests have small tensors; each run of one is a unit of its own, as two or four are of a real chunk."""
     monkeypatch.setattr(scatter_module, "UNIT_BYTES", 1)
 
 
@@ -257,6 +258,40 @@ def test_memory_of_a_bad_block_is_let_go_at_once(files, monkeypatch, threads):
             data.append(0)  # A BufferError says that somebody still looks at it.
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_memory_is_let_go_when_what_fails_is_no_block(files, monkeypatch, threads):
+    """Units were left that nobody had read."""
+    ahead = threading.Event()
+
+    def failing(fd, views, offset):
+        preadv_full(fd, views, offset)
+        if offset != block.ref.payload:
+            ahead.set()
+            return
+        if threads > 1:
+            ahead.wait(10)
+        raise MemoryError
+
+    memory = Memory()
+    block = files.open(span(TOKENS, 0, 9))
+    monkeypatch.setattr(scatter_module, "preadv_full", failing)
+    gc.disable()
+    try:
+        with pytest.raises(MemoryError):
+            scatter([block], memory(SPECS, 12), threads)
+        for data in memory.data.values():
+            data.append(0)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_a_block_without_tensors_keeps_nobody_from_the_others(files, threads):
+    bare = replace(files.open(span(TOKENS, 0, 9)), specs=())
+    good = files.open(span(TOKENS, 9, 12))
+    assert scatter([bare, good], Memory()(SPECS, 40), threads)[1] is None
 
 
 def test_threads_that_cannot_be_started_are_done_without(files, monkeypatch):
