@@ -100,7 +100,8 @@ def put_block(
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        ref = BlockRef(block_digest(parts), size, first, count, payload, decode)
+        pieces = (piece for batch in context.pace.batches(parts) for piece in batch)
+        ref = BlockRef(block_digest(pieces), size, first, count, payload, decode)
         if not _freshened(context, ref):
             raise
         return ref, 0

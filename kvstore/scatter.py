@@ -97,7 +97,7 @@ class _Unit:
     begin: int
     end: int
     offset: int
-    runs: slice | None = None
+    runs: slice
 
 
 class _Reading:
@@ -137,7 +137,7 @@ class _Reading:
             offset += size
             begin = end
 
-    def _unit(self, begin: int, end: int, offset: int, runs: slice | None = None) -> _Unit:
+    def _unit(self, begin: int, end: int, offset: int, runs: slice = slice(None)) -> _Unit:
         self.units += 1
         return _Unit(self, self.units - 1, begin, end, offset, runs)
 
@@ -147,8 +147,7 @@ class _Reading:
             return
         ref = self.block.ref
         specs = self.block.specs[unit.begin : unit.end]
-        some = unit.runs or slice(None)
-        runs = [run for spec in specs for run in memory[spec.name].runs(spec, ref.first, ref.count, some)]
+        runs = [run for spec in specs for run in memory[spec.name].runs(spec, ref.first, ref.count, unit.runs)]
         try:
             preadv_full(self.block.fd, runs, unit.offset)
         except EOFError as error:
@@ -235,6 +234,8 @@ class _Work:
             if self._stopped:
                 return None
             if own is None or not own.left:
-                helped = next((reading for reading in self._readings if reading.left), None)
-                own = self._unread.popleft() if self._unread else helped
-            return own.left.popleft() if own is not None and own.left else None
+                if self._unread:
+                    own = self._unread.popleft()
+                else:
+                    own = next((reading for reading in self._readings if reading.left), None)
+            return None if own is None else own.left.popleft()

@@ -235,7 +235,7 @@ def _answered(session: Any, tokens: list[int]) -> _Answer:
         responses.append(response)
     after = _read_so_far(session)
     session.flush()
-    step = statistics.median(after - before for before, after in pairwise(times))
+    step = statistics.median(later - earlier for earlier, later in pairwise(times))
     return _Answer(times[0] - started, responses[0].token, step, (after[0] - before[0], after[1] - before[1]))
 
 

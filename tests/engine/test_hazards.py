@@ -272,7 +272,7 @@ class TestConvoysOnTheInterpreterLock:
         mx.eval(arrays)
         loan = Pool(1 << 22).lend(sum(spec.span_bytes(tokens) for spec in specs))
         data = [copy_rows(array, 0, 0, tokens, loan) for array in arrays]
-        turns = count_updates(monkeypatch)
+        turns = turns_of_updates(monkeypatch)
         space.publish(range(tokens), [Span(0, tokens, specs, data)])
         monkeypatch.undo()
         # The header, each tensor, and once more where a slice ends in one.
@@ -315,7 +315,7 @@ class TestConvoysOnTheInterpreterLock:
         assert busy[0]
 
 
-def count_updates(monkeypatch) -> list[float]:
+def turns_of_updates(monkeypatch) -> list[float]:
     """The interpreter's turn, in seconds, at each update of the hash of a block that is written from here on."""
     turns: list[float] = []
 

@@ -51,7 +51,7 @@ STEADY_LATENCY = 1.6
 """The same of the time that requests take: neighbours make a third half as slow again."""
 
 PARTS = 30
-"""Parts of a run that are compared: of ten minutes, some 300 requests each."""
+"""Parts of a run that are compared: of ten minutes, some hundreds of requests each."""
 
 # Memory holds two conversations, so the others come from disk.
 SERVER = ("--prompt-cache-size", "2")
