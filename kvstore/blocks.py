@@ -51,8 +51,14 @@ DTYPE_BYTES = {
 }
 """Bytes an element of each safetensors dtype that a block may hold."""
 
-ALIGNMENT = 64
+LINE = 64
 """Payload offsets are chosen modulo this: the cache line and the widest vector register."""
+
+PAGE = 4096
+"""And those of large payloads modulo this: the page of memory. See payload_phase."""
+
+_LARGE_BYTES = 1 << 20
+"""Payloads from here on: the padding to a page is less than half a percent, and no more than any file is rounded up."""
 
 MAX_HEADER_BYTES = 256 << 10
 """Room for the tensors of 1,000 layers (about 200 KB); nothing larger is parsed. See kvstore.untrusted for the rest of
@@ -121,7 +127,7 @@ class Span:
     """KV of consecutive tokens to be published as one block.
 
     data is the payload in order ``[tensor][outer][token][inner]``, cut into any number of buffers. phase is the wanted
-    payload offset modulo 64. decode: see BlockRef.
+    payload offset modulo PAGE, or of a small payload modulo LINE: see pack_header. decode: see BlockRef.
     """
 
     first: int
@@ -168,16 +174,26 @@ def block_head(specs: Sequence[TensorSpec], first: int, count: int, phase: int) 
         at += size
     if len(tensors) != len(specs) + 1:
         raise PublishError(f"two of the tensors have one name: {[spec.name for spec in specs]}")
-    return pack_header(tensors, phase)
+    return pack_header(tensors, phase, at)
 
 
-def pack_header(tensors: Mapping[str, Any], phase: int) -> bytes:
-    """A safetensors header, length included, padded so that the payload's offset is phase modulo 64."""
+def pack_header(tensors: Mapping[str, Any], phase: int, size: int) -> bytes:
+    """A safetensors header, length included, padded so that a payload of so many bytes begins where copying is fast.
+
+    Its offset is phase modulo PAGE if it is large, else modulo LINE. A page that nobody has touched is then filled by
+    one copy from one page of the file: 14 % less time than with the same cache line only (1.2 GB, `bench restore`).
+    """
     text = json.dumps(tensors, separators=(",", ":")).encode()
-    text += b" " * ((phase - _LENGTH_BYTES - len(text)) % ALIGNMENT)
+    alignment = PAGE if size >= _LARGE_BYTES and len(text) <= MAX_HEADER_BYTES - PAGE else LINE
+    text += b" " * ((phase - _LENGTH_BYTES - len(text)) % alignment)
     if _LENGTH_BYTES + len(text) > MAX_HEADER_BYTES or not (_is_bounded(text) and is_plain(text)):
         raise PublishError(f"a header of {len(text)} bytes and {len(tensors)} entries is more than any reader accepts")
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def payload_phase(ref: BlockRef) -> int:
+    """The phase that a block was written with, as far as it shows: of a small one, modulo LINE."""
+    return ref.payload % (PAGE if ref.size - ref.payload >= _LARGE_BYTES else LINE)
 
 
 def read_specs(head: Buffer, ref: BlockRef) -> tuple[TensorSpec, ...]:

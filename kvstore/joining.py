@@ -17,7 +17,7 @@ from pathlib import Path
 
 import xxhash
 
-from kvstore.blocks import ALIGNMENT, MAX_HEADER_BYTES, TensorSpec, block_head, read_specs
+from kvstore.blocks import MAX_HEADER_BYTES, TensorSpec, block_head, payload_phase, read_specs
 from kvstore.commit import place_block
 from kvstore.context import Context
 from kvstore.errors import DamagedBlockError
@@ -47,7 +47,7 @@ def join(context: Context, refs: Sequence[BlockRef], progress: Callable[[int], N
         specs = sources[0].specs
         if any(source.specs != specs for source in sources):
             raise DamagedBlockError(f"the blocks of tokens {first} to {first + count} hold different tensors")
-        head = block_head(specs, first, count, refs[0].payload % ALIGNMENT)
+        head = block_head(specs, first, count, payload_phase(refs[0]))
         size = len(head) + sum(spec.span_bytes(count) for spec in specs)
         digest = xxhash.xxh3_128()
         with staged_file(context, size) as staged:

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvstore.blocks import DTYPE_BYTES
+from kvstore.blocks import DTYPE_BYTES, PAGE
 from kvstore_mlx.inplace import hollow, view_of
 from kvstore_mlx.pool import Loan
 from kvstore_mlx.selfcheck import answer
@@ -38,8 +38,9 @@ DTYPES: dict[Any, str] = {
 }
 """MLX dtypes that a block can hold, by their safetensors names."""
 
-_CACHE_LINE = 64
 _PIECE = 1 << 17
+_PROBE_BYTES = (32 << 20) + PAGE
+"""More than glibc's malloc ever takes from its heap (DEFAULT_MMAP_THRESHOLD_MAX), where addresses say nothing."""
 
 _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
@@ -170,12 +171,14 @@ def has_non_finite(data: Any, dtype: str, *, but_minus: bool = False) -> bool:
 
 
 def address_phase() -> int:
-    """Address modulo 64 of MLX's large buffers on this machine, which the payload of a block should share.
+    """Address within a page of MLX's large new buffers on this machine, which the payload of a block should share.
 
-    Copying is up to twice as fast when source and destination have the same alignment within a cache line. Measured at
-    first use because it is the allocator's habit, not a promise: a wrong value costs speed only.
+    Copying is up to twice as fast when source and destination have the same alignment within a cache line, and into
+    memory that nobody has touched faster still with the same within a page. Measured at first use because it is the
+    allocator's habit (glibc's malloc takes new pages for each large buffer), not a promise: a wrong value costs speed
+    only.
     """
     if not answer().in_place:
         return 0
-    array = hollow({"probe": ("U8", (1, 1, 1 << 20, 1))})["probe"]
-    return int(np.frombuffer(memoryview(array).cast("B"), dtype=np.uint8).ctypes.data) % _CACHE_LINE
+    array = hollow({"probe": ("U8", (1, 1, _PROBE_BYTES, 1))})["probe"]
+    return int(np.frombuffer(memoryview(array).cast("B"), dtype=np.uint8).ctypes.data) % PAGE

@@ -64,11 +64,11 @@ class Loan:
 
 
 class Pool:
-    """At most limit bytes, lent in pieces. phase: the address modulo 64 of each piece, see buffers.address_phase."""
+    """At most limit bytes, lent in pieces. phase: where in a cache line each piece begins (address_phase)."""
 
     def __init__(self, limit: int, phase: int = 0) -> None:
         self._limit = _lines(limit)
-        self._phase = phase
+        self._phase = phase % _LINE
         self._region: mmap.mmap | None = None
         self._lent: dict[int, int] = {}
         self._returned: deque[int] = deque()

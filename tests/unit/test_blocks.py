@@ -15,7 +15,7 @@ from core_support import SPECS, prompt, span
 from format_support import block_bytes
 
 from kvstore import DamagedBlockError, PublishError, Span, TensorBuffer, TensorSpec
-from kvstore.blocks import MAX_HEADER_BYTES, block_parts, read_specs
+from kvstore.blocks import MAX_HEADER_BYTES, block_head, block_parts, payload_phase, read_specs
 from kvstore.manifest import BlockRef
 
 HALF = TensorSpec("0.keys", "F16", 2, (3,))
@@ -71,6 +71,37 @@ def test_the_payload_begins_at_the_wanted_phase(phase):
     assert payload % 64 == phase % 64
     assert len(parts[0]) == payload
     assert read_specs(parts[0], block(whole(two(phase)), payload, 8)) == (HALF, BYTE)
+
+
+@pytest.mark.parametrize("phase", [0, 24, 64, 4000, 4096 + 24, -1])
+def test_a_large_payload_begins_at_the_wanted_phase_of_a_page(phase):
+    large = TensorSpec("0.keys", "F16", 8, (128,))
+    head = block_head([large], 0, 512, phase)
+    ref = BlockRef(bytes(16), len(head) + large.span_bytes(512), 0, 512, len(head))
+    assert large.span_bytes(512) == 1 << 20
+    assert len(head) % 4096 == phase % 4096
+    assert read_specs(head, ref) == (large,)
+    assert payload_phase(ref) == phase % 4096
+
+
+def test_a_small_payload_is_not_padded_to_a_page():
+    small = TensorSpec("0.keys", "F16", 8, (128,))
+    head = block_head([small], 0, 511, 4000)
+    assert len(head) == 4000 % 64 + 128
+    assert payload_phase(BlockRef(bytes(16), len(head) + small.span_bytes(511), 0, 511, len(head))) == 4000 % 64
+
+
+def test_a_header_with_no_room_for_a_page_of_padding_is_still_written():
+    """What a reader accepts is written, whatever the phase."""
+    most = 1600
+    name = next(
+        size
+        for size in range(60, 200)
+        if len(block_head([TensorSpec(f"{i:0{size}}", "U8", 1024, ()) for i in range(most)], 0, 1, 0))
+        > MAX_HEADER_BYTES - 2048
+    )
+    specs = [TensorSpec(f"{i:0{name}}", "U8", 1024, ()) for i in range(most)]
+    assert len(block_head(specs, 0, 1, 24)) % 64 == 24
 
 
 def test_the_cut_of_the_data_into_buffers_does_not_change_the_file():

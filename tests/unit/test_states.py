@@ -231,7 +231,7 @@ def forge(namespace, store, tensors: dict, data: bytes, size: int | None = None)
     (path,) = (store.path / "objects" / "nodes").rglob("*.state")
     manifest = decode(path.read_bytes())
     metadata = {"format": "kvstore/1", "first": "0", "count": "9", "values": "{}", "empty": "[]"}
-    head = pack_header({"__metadata__": metadata, **tensors}, 0)
+    head = pack_header({"__metadata__": metadata, **tensors}, 0, 0)
     whole = head + data
     payload = max(entry["data_offsets"][1] for entry in tensors.values())
     ref = replace(manifest.blocks[0], digest=block_digest([whole]), size=len(head) + payload, payload=len(head))
