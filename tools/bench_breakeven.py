@@ -4,11 +4,14 @@ Two processes in turns, each with the model newly loaded: one has no cache direc
 other restores it from files, saved by a process before it, and computes one token more, as the next request of a
 conversation does. Nothing of a prompt is in any memory but the page cache; with --cold not even there: page cache,
 dentries and inodes are dropped before each restore, which needs root and Linux. Then the same process is asked for the
-prompt once more (repeat). Beside each restore stands what it cannot go below: a plain read of as many bytes of the same
-files and one decode step.
+prompt once more (repeat). It is also asked for a prompt that an earlier process answered, the same to the last token
+(restart), and for that again: then nothing is left to compute, because the logits of the next token are saved, too.
+Beside each stands what it cannot go below: a plain read of as many bytes of the same files and one decode step; and
+what mlx-lm alone takes for the one token more when it has the restored KV in its memory already.
 
 What is timed is what a program waits for: stream_generate, from the call to its first response; a decode step is the
-median of the waits for those that follow.
+median of the waits for those that follow. (mlx-lm builds the step of the second token before it hands out the first: a
+small model's first token takes two.)
 
 The adapter's own gate (--kv-cache-min-tokens auto) is not in the way: the length from which restoring pays is looked
 for, not used.
@@ -17,7 +20,6 @@ for, not used.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
 import time
@@ -29,6 +31,7 @@ from typing import Any
 
 import make_smollm2
 from bench_child import run_child
+from bench_floors import engine_alone, likeliest, raw_read
 from bench_machine import BenchError, OtherWork, conditions, data_folder, drop_all_caches, need_disk
 from bench_plot import Line, Panel
 from bench_report import Outcome, count_list, table
@@ -56,15 +59,22 @@ HELP = "time to the first token by prompt length, and the length from which rest
 MODELS = {"tiny": f"a llama of {TINY_LLAMA['num_hidden_layers']} layers", "smollm2": "SmolLM2-135M-Instruct"}
 _MODES = ("disabled", "restored")
 TOKEN_BYTES = {"tiny": 4 << 10, "smollm2": 46 << 10}
-_REPEAT = "repeat"
+_WARM = {
+    "repeat": "repeat",
+    "same": "restart, the same prompt",
+    "same_repeat": "repeat of that",
+    "engine": "mlx-lm, KV in memory",
+}
+"""What else a process measures that restores from warm files, and its name for people."""
+_FLOORED = {"restored": "over_floor", **{name: f"{name}_over_floor" for name in _WARM}}
+"""Where each is held against raw read + one step."""
 _OTHER_TOKEN = 100
 """Added to the last token of a repeat: the end that its first request left in the directory is no part of it."""
+_SAME_TOKEN = 99
+"""The last token of the prompts that are answered while all is saved."""
 _STEPS = 9
 """Decode steps whose median is the time of one."""
-_OVER_FLOOR = {"over_floor": "restored", "repeat_over_floor": _REPEAT}
 _VOCABULARY = 250
-_SPECIAL = 17
-"""Token ids from here on end no answer."""
 _WARM_UP_TOKENS = 300
 
 
@@ -110,7 +120,7 @@ def _measured(name: str, folder: Path, lengths: list[int], rounds: int, *, cold:
     job: dict[str, Any] = {"model": str(model_folder(name, folder)), "store": str(folder / "store"), "lengths": lengths}
     job["cold"] = cold
     blas = blas_environment()
-    run_child("bench_breakeven", {**job, "task": "save"}, blas)
+    saved = run_child("bench_breakeven", {**job, "task": "save"}, blas)
     other = OtherWork()
     found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in _MODES}
     for turn in range(rounds):
@@ -121,12 +131,15 @@ def _measured(name: str, folder: Path, lengths: list[int], rounds: int, *, cold:
         for mode, results in found.items()
     }
     if not cold:
-        seconds[_REPEAT] = {
-            str(length): [each[_REPEAT][str(length)] for each in found["restored"]] for length in lengths
+        for kind in _WARM:
+            seconds[kind] = {str(n): [each[kind][str(n)] for each in found["restored"]] for n in lengths}
+    floors = {
+        kind: {
+            str(n): [each[f"{raw}raw"][str(n)] + each["step"][str(n)] for each in found["restored"]] for n in lengths
         }
-    floor = {
-        str(length): [each["raw"][str(length)] + each["step"][str(length)] for each in found["restored"]]
-        for length in lengths
+        for kind in _FLOORED
+        if kind in seconds
+        for raw in ["same_" if kind.startswith("same") else ""]
     }
     return {
         "lengths": lengths,
@@ -140,13 +153,13 @@ def _measured(name: str, folder: Path, lengths: list[int], rounds: int, *, cold:
             str(length): paired(seconds["restored"][str(length)], seconds["disabled"][str(length)]).document()
             for length in lengths
         },
-        "floor_seconds": {length: Sample.of(values).document() for length, values in floor.items()},
+        "floor_seconds": {length: Sample.of(values).document() for length, values in floors["restored"].items()},
         **{
-            key: {length: paired(seconds[mode][length], floor[length]).document() for length in map(str, lengths)}
-            for key, mode in _OVER_FLOOR.items()
-            if mode in seconds
+            _FLOORED[kind]: {n: paired(seconds[kind][n], floor[n]).document() for n in map(str, lengths)}
+            for kind, floor in floors.items()
         },
-        "disagreed": sum(one["first_token"] != two["first_token"] for one, two in zip(*found.values(), strict=True)),
+        "disagreed": sum(one["first_token"] != two["first_token"] for one, two in zip(*found.values(), strict=True))
+        + sum(each["same_token"] != saved["same_token"] for each in found["restored"] if not cold),
     }
 
 
@@ -189,23 +202,30 @@ def child(job: Mapping[str, Any]) -> dict[str, Any]:
     import kvstore_mlx  # noqa: PLC0415 - as above
 
     directory = None if job["task"] == "disabled" else job["store"]
-    with kvstore_mlx.open(directory, *load(job["model"]), path=job["model"]) as session:
+    engine = load(job["model"])
+    with kvstore_mlx.open(directory, *engine, path=job["model"]) as session:
         if job["task"] == "save":
             for length in job["lengths"]:
                 session.prefill(_prompt(length))
                 session.flush()
+            same = {str(length): _answered(session, _same(length)).token for length in job["lengths"]}
             # What is compared begins with the model's first use behind it, on a prompt that no other begins like.
             session.prefill(_prompt(_WARM_UP_TOKENS))
             session.flush()
-            return {}
+            return {"same_token": same}
         _answered(session, [*_prompt(_WARM_UP_TOKENS), 1])
-        return _timed(session, job)
+        return _timed(session, engine, job)
 
 
 def _prompt(length: int) -> list[int]:
     """Tokens of which a prompt of another length shares one or two at most, too few to restore."""
     rng = random.Random(length)  # noqa: S311 - any tokens will do
     return [rng.randrange(1, _VOCABULARY) for _ in range(length)]
+
+
+def _same(length: int) -> list[int]:
+    """The prompt that is asked for with nothing more to compute."""
+    return [*_prompt(length), _SAME_TOKEN]
 
 
 @dataclass(frozen=True)
@@ -218,19 +238,12 @@ class _Answer:
     restored: tuple[int, int]
 
 
-def _likeliest(logprobs: Any) -> Any:
-    """The best token that ends no answer."""
-    import mlx.core as mx  # noqa: PLC0415
-
-    return mx.argmax(logprobs[..., _SPECIAL:], axis=-1) + _SPECIAL
-
-
 def _answered(session: Any, tokens: list[int]) -> _Answer:
     """Ask for a few tokens, and wait until all is written."""
     before = _read_so_far(session)
     started = time.perf_counter()
     times, responses = [], []
-    for response in session.stream_generate(tokens, max_tokens=1 + _STEPS, sampler=_likeliest):
+    for response in session.stream_generate(tokens, max_tokens=1 + _STEPS, sampler=likeliest):
         times.append(time.perf_counter())
         responses.append(response)
     after = _read_so_far(session)
@@ -248,8 +261,8 @@ def _read_so_far(session: Any) -> tuple[int, int]:
     return counted["restored_tokens"], counted["restored_bytes"]
 
 
-def _timed(session: Any, job: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("seconds", "first_token", "step", "raw", "bytes", _REPEAT)
+def _timed(session: Any, engine: Any, job: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("seconds", "first_token", "step", "raw", "same_raw", "bytes", "same_token", *_WARM)
     result: dict[str, Any] = {name: {} for name in names}
     restored, cold = job["task"] == "restored", job["cold"]
     for length in rotated(list(map(str, job["lengths"])), job["turn"]):
@@ -261,41 +274,30 @@ def _timed(session: Any, job: Mapping[str, Any]) -> dict[str, Any]:
         result["seconds"][length], result["first_token"][length] = answer.seconds, answer.token
         result["step"][length], result["bytes"][length] = answer.step, answer.restored[1]
         if restored:
-            _check(answer, length)
+            _check(answer, int(length))
+            result["raw"][length] = raw_read(Path(job["store"]), answer.restored[1], cold=cold)
             if not cold:
-                again = _answered(session, [*tokens[:-1], tokens[-1] + _OTHER_TOKEN])
-                _check(again, length)
-                result[_REPEAT][length] = again.seconds
-            result["raw"][length] = _raw(Path(job["store"]), answer.restored[1], cold=cold)
+                _warm(session, engine, int(length), [*tokens[:-1], tokens[-1] + _OTHER_TOKEN], result)
+                result["same_raw"][length] = raw_read(Path(job["store"]), result["same_raw"][length], cold=False)
     return result
 
 
-def _check(answer: _Answer, length: str) -> None:
-    if answer.restored[0] != int(length):
-        raise AssertionError(f"{answer.restored[0]} of {length} tokens were restored")
+def _warm(session: Any, engine: Any, length: int, other: list[int], result: dict[str, Any]) -> None:
+    """What _WARM names, of one length; other: its tokens and one that nobody asked for."""
+    at = str(length)
+    repeat, same, again = (_answered(session, tokens) for tokens in (other, _same(length), _same(length)))
+    _check(repeat, length)
+    _check(same, length + 1)
+    _check(again, length + 1)
+    result["repeat"][at], result["same"][at], result["same_repeat"][at] = repeat.seconds, same.seconds, again.seconds
+    result["same_raw"][at], result["same_token"][at] = same.restored[1], same.token
+    alone = engine_alone(engine, session, [*_prompt(length), other[-1] + 1], 1 + _STEPS)
+    result["engine"][at] = alone
 
 
-def _raw(store: Path, size: int, *, cold: bool) -> float:
-    """Seconds to read so many bytes of blocks with plain preadv, once the memory for them has been touched."""
-    memory = bytearray(size)
-    seconds = 0.0
-    for _ in range(2):
-        if cold:
-            drop_all_caches()
-        at = 0
-        seconds = 0.0
-        for path in sorted((store / "objects" / "blocks").rglob("*"), key=lambda path: -path.stat().st_size):
-            if at == size or not path.is_file():
-                continue
-            started = time.perf_counter()
-            fd = os.open(path, os.O_RDONLY)
-            view = memoryview(memory)[at:]
-            offset = 0
-            while view.nbytes and (got := os.preadv(fd, [view], offset)):
-                view, offset, at = view[got:], offset + got, at + got
-            os.close(fd)
-            seconds += time.perf_counter() - started
-    return seconds
+def _check(answer: _Answer, tokens: int) -> None:
+    if answer.restored[0] != tokens:
+        raise AssertionError(f"{answer.restored[0]} of {tokens} tokens were restored")
 
 
 def tables(document: dict[str, Any]) -> list[Any]:
@@ -305,14 +307,15 @@ def tables(document: dict[str, Any]) -> list[Any]:
 
 def _table(document: dict[str, Any], name: str, found: dict[str, Any]) -> Any:
     rows = []
+    kinds = [kind for kind in _WARM if kind in found["seconds"]]
     for length in map(str, found["lengths"]):
         samples = [Sample.of(found["seconds"][mode][length]["values"]) for mode in _MODES]
         ratios = [Sample.of(found[key][length]["values"]).text(1, 3) for key in ("over_disabled", "over_floor")]
-        repeat = []
-        if again := found["seconds"].get(_REPEAT):
-            over_floor = Sample.of(found["repeat_over_floor"][length]["values"])
-            repeat = [Sample.of(again[length]["values"]).text(1e3, 1), over_floor.text(1, 3)]
-        rows.append([length, *(sample.text(1e3, 1) for sample in samples), *ratios, *repeat])
+        warm = []
+        for kind in kinds:
+            warm.append(Sample.of(found["seconds"][kind][length]["values"]).text(1e3, 1))
+            warm.append(Sample.of(found[_FLOORED[kind]][length]["values"]).text(1, 3))
+        rows.append([length, *(sample.text(1e3, 1) for sample in samples), *ratios, *warm])
     over = [Sample.of(found["over_disabled"][str(length)]["values"]).median for length in found["lengths"]]
     even = break_even(found["lengths"], over)
     shortest = found["lengths"][0]
@@ -321,8 +324,8 @@ def _table(document: dict[str, Any], name: str, found: dict[str, Any]) -> Any:
         pays = f"restoring pays at {shortest} tokens, the shortest, already"
     others = found["cores_used_by_others"]
     columns = ["saved tokens", "disabled ms", "restored ms", "restored over disabled", "over raw read + one step"]
-    if _REPEAT in found["seconds"]:
-        columns += ["repeat ms", "repeat over raw read + one step"]
+    for kind in kinds:
+        columns += [f"{_WARM[kind]}, ms", "over raw read + one step"]
     cold = "" if document["page_cache"] == "warm" else ", cold files"
     return table(
         f"time to the first token by length, {MODELS[name]}{cold}: {pays}",
@@ -346,7 +349,7 @@ def panels(document: dict[str, Any]) -> list[Panel]:
                 [Sample.of(found["seconds"][mode][str(length)]["values"]) for length in found["lengths"]],
                 1e3,
             )
-            for mode in (*_MODES, _REPEAT)
+            for mode in (*_MODES, "repeat", "same")
             if mode in found["seconds"]
         ]
         made.append(Panel(f"{MODELS[name]}{cold}", "tokens of the prompt", "ms to the first token", lines, True, True))

@@ -197,8 +197,11 @@ def _decoding(documents: Documents) -> Iterator[Row]:
 def _floors(documents: Documents) -> Iterator[Row]:
     """Of prompts long enough that a restore is what takes the time. What is cold is held against no target."""
     for when, key, process in (
-        ("of a repeat", "repeat_over_floor", "the process that was asked before"),
-        ("after a restart", "over_floor", "fresh process"),
+        ("of a repeat", "same_repeat_over_floor", "the process that was asked before"),
+        ("after a restart", "same_over_floor", "fresh process"),
+        ("of a repeat with one token more", "repeat_over_floor", "the process that was asked before"),
+        ("after a restart with one token more", "over_floor", "fresh process"),
+        ("of that token by mlx-lm alone, KV in its memory,", "engine_over_floor", "nothing is restored"),
     ):
         what = f"time to the first token {when} over (raw read of its bytes + one decode step)"
         made = [
