@@ -60,10 +60,10 @@ MODELS = {"tiny": f"a llama of {TINY_LLAMA['num_hidden_layers']} layers", "smoll
 _MODES = ("disabled", "restored")
 TOKEN_BYTES = {"tiny": 4 << 10, "smollm2": 46 << 10}
 _WARM = {
-    "repeat": "repeat",
+    "repeat": "repeat, one token more",
     "same": "restart, the same prompt",
     "same_repeat": "repeat of that",
-    "engine": "mlx-lm, KV in memory",
+    "engine": "mlx-lm alone, one token more",
 }
 """What else a process measures that restores from warm files, and its name for people."""
 _FLOORED = {"restored": "over_floor", **{name: f"{name}_over_floor" for name in _WARM}}
@@ -301,46 +301,71 @@ def _check(answer: _Answer, tokens: int) -> None:
 
 
 def tables(document: dict[str, Any]) -> list[Any]:
-    """What the file says, for people."""
-    return [_table(document, name, found) for name, found in document["models"].items()]
+    """What the file says, for people: of each model the lengths, and what else warm files and the engine take."""
+    return [
+        made(document, name, found)
+        for name, found in document["models"].items()
+        for made in (_table, *([_warm_table] if "same" in found["seconds"] else []))
+    ]
 
 
 def _table(document: dict[str, Any], name: str, found: dict[str, Any]) -> Any:
-    rows = []
-    kinds = [kind for kind in _WARM if kind in found["seconds"]]
-    for length in map(str, found["lengths"]):
-        samples = [Sample.of(found["seconds"][mode][length]["values"]) for mode in _MODES]
-        ratios = [Sample.of(found[key][length]["values"]).text(1, 3) for key in ("over_disabled", "over_floor")]
-        warm = []
-        for kind in kinds:
-            warm.append(Sample.of(found["seconds"][kind][length]["values"]).text(1e3, 1))
-            warm.append(Sample.of(found[_FLOORED[kind]][length]["values"]).text(1, 3))
-        rows.append([length, *(sample.text(1e3, 1) for sample in samples), *ratios, *warm])
     over = [Sample.of(found["over_disabled"][str(length)]["values"]).median for length in found["lengths"]]
     even = break_even(found["lengths"], over)
     shortest = found["lengths"][0]
     pays = "restoring does not pay at any length" if even is None else f"restoring pays from {even:.0f} tokens on"
     if even == shortest:
         pays = f"restoring pays at {shortest} tokens, the shortest, already"
-    others = found["cores_used_by_others"]
+    rows = [
+        [
+            length,
+            *(Sample.of(found["seconds"][mode][length]["values"]).text(1e3, 1) for mode in _MODES),
+            *(Sample.of(found[key][length]["values"]).text(1, 3) for key in ("over_disabled", _FLOORED["restored"])),
+        ]
+        for length in map(str, found["lengths"])
+    ]
     columns = ["saved tokens", "disabled ms", "restored ms", "restored over disabled", "over raw read + one step"]
-    for kind in kinds:
-        columns += [f"{_WARM[kind]}, ms", "over raw read + one step"]
-    cold = "" if document["page_cache"] == "warm" else ", cold files"
     return table(
-        f"time to the first token by length, {MODELS[name]}{cold}: {pays}",
-        columns,
+        f"time to the first token by length, {_title(document, name)}: {pays}", columns, rows, _note(document, found)
+    )
+
+
+def _warm_table(document: dict[str, Any], name: str, found: dict[str, Any]) -> Any:
+    rows = [
+        [
+            length,
+            *(
+                f"{Sample.of(found['seconds'][kind][length]['values']).text(1e3, 1)}: "
+                f"{Sample.of(found[_FLOORED[kind]][length]['values']).text(1, 2)}"
+                for kind in _WARM
+            ),
+        ]
+        for length in map(str, found["lengths"])
+    ]
+    return table(
+        f"ms to the first token, and that over raw read + one step, {_title(document, name)}",
+        ["saved tokens", *_WARM.values()],
         rows,
-        f"n = {found['seconds']['disabled'][str(shortest)]['n']} fresh processes each, median (min to max), page cache "
-        f"{document['page_cache']}, BLAS: {Path(document['blas']).name}, "
-        f"other processes used {'?' if others is None else f'{others:.2f}'} cores",
+        _note(document, found),
+    )
+
+
+def _title(document: dict[str, Any], name: str) -> str:
+    return MODELS[name] + ("" if document["page_cache"] == "warm" else ", cold files")
+
+
+def _note(document: dict[str, Any], found: dict[str, Any]) -> str:
+    others = found["cores_used_by_others"]
+    return (
+        f"n = {found['seconds']['disabled'][str(found['lengths'][0])]['n']} fresh processes each, median (min to max), "
+        f"page cache {document['page_cache']}, BLAS: {Path(document['blas']).name}, "
+        f"other processes used {'?' if others is None else f'{others:.2f}'} cores"
     )
 
 
 def panels(document: dict[str, Any]) -> list[Panel]:
     """The curves."""
     made = []
-    cold = "" if document["page_cache"] == "warm" else ", cold files"
     for name, found in document["models"].items():
         lines = [
             Line.of(
@@ -352,5 +377,5 @@ def panels(document: dict[str, Any]) -> list[Panel]:
             for mode in (*_MODES, "repeat", "same")
             if mode in found["seconds"]
         ]
-        made.append(Panel(f"{MODELS[name]}{cold}", "tokens of the prompt", "ms to the first token", lines, True, True))
+        made.append(Panel(_title(document, name), "tokens of the prompt", "ms to the first token", lines, True, True))
     return made
