@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from xxhash import xxh3_128
-
 from kvstore.context import Context, Space
 from kvstore.errors import FormatVersionError, KVStoreError, MissingParentError
 from kvstore.fs import is_damage, status_of
@@ -87,15 +85,12 @@ def put_block(
     there is no room to find out so, it is only hashed: what is there needs none.
     """
     size = sum(memoryview(part).nbytes for part in parts)
-    hashed = xxh3_128()
     try:
         with staged_file(context, size) as staged:
             for batch in context.pace.batches(parts):
                 with context.pace.turns():
-                    for piece in batch:
-                        hashed.update(piece)
-                    context.fs.write(staged.fd, batch)
-            ref = BlockRef(hashed.digest(), size, first, count, payload, decode)
+                    staged.write(batch)
+            ref = BlockRef(staged.digest(), size, first, count, payload, decode)
             staged.wanted = not _freshened(context, ref)
     except OSError as error:
         if error.errno not in _NO_ROOM:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-import xxhash
-
 from kvstore.commit import place_block
 from kvstore.context import Context
 from kvstore.errors import DamagedBlockError
@@ -47,7 +45,6 @@ def copy_block(
             raise DamagedBlockError(f"block {path} is mostly holes")
         if buffer is None:
             return True
-        digest = xxhash.xxh3_128()
         with staged_file(target, ref.size) as staged:
             for at in range(0, ref.size, buffer.nbytes):
                 view = buffer[: ref.size - at]
@@ -55,10 +52,9 @@ def copy_block(
                     preadv_full(fd, [view], at)
                 except (OSError, EOFError) as error:
                     raise DamagedBlockError(f"block {path} cannot be read: {error}") from error
-                digest.update(view)
-                target.fs.write(staged.fd, [view])
+                staged.write([view])
                 wrote(view.nbytes)
-            if digest.digest() != ref.digest:
+            if staged.digest() != ref.digest:
                 raise DamagedBlockError(f"block {path} is damaged: its digest does not match its bytes")
     finally:
         os.close(fd)

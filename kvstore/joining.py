@@ -49,15 +49,13 @@ def join(context: Context, refs: Sequence[BlockRef], progress: Callable[[int], N
             raise DamagedBlockError(f"the blocks of tokens {first} to {first + count} hold different tensors")
         head = block_head(specs, first, count, payload_phase(refs[0]))
         size = len(head) + sum(spec.span_bytes(count) for spec in specs)
-        digest = xxhash.xxh3_128()
         with staged_file(context, size) as staged:
             for piece in _pieces(head, specs, sources):
-                digest.update(piece)
-                context.fs.write(staged.fd, [piece])
+                staged.write([piece])
                 progress(piece.nbytes)
             for source in sources:
                 source.check()
-    ref = BlockRef(digest.digest(), size, first, count, len(head), any(ref.decode for ref in refs))
+    ref = BlockRef(staged.digest(), size, first, count, len(head), any(ref.decode for ref in refs))
     return ref, place_block(context, staged.path, ref)
 
 

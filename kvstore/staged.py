@@ -8,7 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from xxhash import xxh3_128
+
 from kvstore.context import Context
+from kvstore.fs import FileSystem
 from kvstore.keys import Buffer
 
 __all__ = ["Staged", "stage", "staged_file"]
@@ -20,7 +23,21 @@ class Staged:
 
     fd: int
     path: Path
+    _fs: FileSystem
+    _hashed: xxh3_128
     wanted: bool = True
+
+    def write(self, pieces: Sequence[memoryview]) -> None:
+        """Write what comes next, hashed on the way: while few bytes are written at a time, they are still in the
+        processor's cache for the second.
+        """
+        for piece in pieces:
+            self._hashed.update(piece)
+        self._fs.write(self.fd, pieces)
+
+    def digest(self) -> bytes:
+        """XXH3-128 of all that write was given."""
+        return self._hashed.digest()
 
 
 def stage(context: Context, parts: Sequence[Buffer]) -> Path:
@@ -39,7 +56,7 @@ def staged_file(context: Context, size: int = 0) -> Iterator[Staged]:
     try:
         try:
             context.fs.allocate(fd, size)
-            staged = Staged(fd, path)
+            staged = Staged(fd, path, context.fs, xxh3_128())
             yield staged
             if staged.wanted:
                 context.fs.sync_file(fd)

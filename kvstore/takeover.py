@@ -13,8 +13,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import xxhash
-
 from kvstore.context import Context
 from kvstore.errors import DamagedManifestError, MissingParentError, UnavailableError
 from kvstore.fs import preadv_full
@@ -64,7 +62,6 @@ def take_over(context: Context, path: Path) -> int:
 
 
 def _copied(context: Context, fd: int, seen: os.stat_result, path: Path) -> Path:
-    digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(min(_BUFFER_BYTES, seen.st_size)))
     rest = context.pace.resting()
     with staged_file(context, seen.st_size) as copy:
@@ -76,10 +73,9 @@ def _copied(context: Context, fd: int, seen: os.stat_result, path: Path) -> Path
                 raise _damaged(context, path) from error
             for piece in slices(view):
                 rest()
-                digest.update(piece)
-                context.fs.write(copy.fd, [piece])
+                copy.write([piece])
         if Layout.is_block_name(path.name):
-            if digest.hexdigest() != path.name:
+            if copy.digest().hex() != path.name:
                 raise _damaged(context, path)
         else:
             # A manifest fits into the buffer, which still holds it.

@@ -330,7 +330,7 @@ def turns_of_updates(monkeypatch) -> list[float]:
         def digest(self) -> bytes:
             return self._state.digest()
 
-    monkeypatch.setattr("kvstore.commit.xxh3_128", Counting)
+    monkeypatch.setattr("kvstore.staged.xxh3_128", Counting)
     return turns
 
 
