@@ -30,9 +30,12 @@ setup: .venv/.ready
 demo: .venv/.ready
 	$(PY) tools/demo.py $(DEMO)
 
+# Two files of tests at a time; a file's own stay together, for what they share. PYTEST='-n 0' has them one by one.
+PYTEST ?= -n 2 --dist loadfile
+
 # With the documentation's packages (130 MB, 14 s), so that the site is built in the tests too.
 test: lint .venv/.docs
-	KVSTORE_RECORD="$${KVSTORE_RECORD:-build/reliability}" LD_PRELOAD="$$($(PY) tools/fast_blas.py)" $(PY) -m pytest -m "not soak" $(TESTS)
+	KVSTORE_RECORD="$${KVSTORE_RECORD:-build/reliability}" LD_PRELOAD="$$($(PY) tools/fast_blas.py)" $(PY) -m pytest -m "not soak" $(PYTEST) $(TESTS)
 
 soak: .venv/.ready
 	KVSTORE_RECORD="$${KVSTORE_RECORD:-build/reliability}" LD_PRELOAD="$$($(PY) tools/fast_blas.py)" $(PY) -m pytest -m soak $(TESTS)

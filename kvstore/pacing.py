@@ -19,9 +19,9 @@ from kvstore.keys import Buffer, flat
 __all__ = ["Pace", "Rest", "paced", "slices"]
 
 _SLICE = 1 << 20
-"""Bytes between two rests: half a millisecond of work at most, and a multiple of every element. What is written and then
-hashed must still be in the processor's cache for the second: with half as much or twice as much a publish takes 5 to
-8 % longer."""
+"""Bytes between two rests: half a millisecond of work at most, and a multiple of every element. What is written is then
+hashed, and must still be in the processor's cache: with half as much or twice as much a publish takes 5 to 8 % longer.
+"""
 
 _WORTH_A_REST_S = 0.0002
 _LONGEST_REST_S = 0.05

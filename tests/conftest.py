@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from record_support import record
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,15 +22,19 @@ TEMPLATE = (
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Ctrl-C works in what tests start, also where a shell had it ignored, as it does in the background."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Recorder(), "kvstore-record")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """See record_support."""
-    record(report)
+class _Recorder:
+    """See record_support. Not in the workers of a run: the process that started them gets all reports."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        record(report)
 
 
 def make_tokenizer(folder: Path) -> int:
@@ -111,9 +116,11 @@ def tiny_llama(tmp_path_factory) -> Path:
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct, made by the tool that the README names; the result stays in build/ for the next run."""
     folder = ROOT / "build" / "models" / "SmolLM2-135M-Instruct"
-    subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "make_smollm2.py"), str(folder)],
-        check=True,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
-    )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):  # Another process of this run may want it at the same time.
+        subprocess.run(
+            [sys.executable, str(ROOT / "tools" / "make_smollm2.py"), str(folder)],
+            check=True,
+            env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        )
     return folder
