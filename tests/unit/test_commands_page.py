@@ -12,7 +12,7 @@ import typer
 from kvstore.cli.app import app
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "commands.md"
-MODULES = {path.stem for path in (PAGE.parents[1] / "kvstore" / "cli").glob("*.py")}
+MODULES = sorted(path.stem for path in (PAGE.parents[1] / "kvstore" / "cli").glob("*.py"))
 for module in MODULES:
     importlib.import_module(f"kvstore.cli.{module}")  # which registers its command
 COMMANDS = typer.main.get_command(app).commands
