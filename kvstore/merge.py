@@ -248,12 +248,14 @@ class _Merge:
         """
         there = None
         try:
-            there = load(self._target, file)
-            if there is None:
-                return False
-        except DamagedManifestError:
-            if newer_manifest(self._target, path) is not None:
-                return True
+            try:
+                there = load(self._target, file)
+            except DamagedManifestError:
+                if newer_manifest(self._target, path) is not None:
+                    return True
+            else:
+                if there is None:
+                    return False
         except OSError as error:
             self._problem(f"manifest {path} cannot be read ({error.strerror}); it is left as it is")
             return True

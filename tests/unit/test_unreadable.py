@@ -36,15 +36,14 @@ NAMES = [errno.errorcode[code] for code in PASSING]
 
 @dataclass(frozen=True)
 class Failing(FileSystem):
-    """Answers an error the next times that a file whose name ends so is opened."""
+    """Answers an error (0: none) the next times that a file whose name ends so is opened, the last of them first."""
 
     durability: Durability = Durability.NONE
     errors: list[int] = field(default_factory=list)
     suffix: list[str] = field(default_factory=lambda: [".kv"])
 
     def open_fd(self, path):
-        if str(path).endswith(self.suffix[0]) and self.errors:
-            code = self.errors.pop()
+        if str(path).endswith(self.suffix[0]) and self.errors and (code := self.errors.pop()):
             raise OSError(code, os.strerror(code), str(path))
         return super().open_fd(path)
 
@@ -224,6 +223,22 @@ def test_merge_leaves_a_manifest_that_it_cannot_read(tmp_path, store, space, fs,
     assert set_aside(store) == []
     assert files(store.path).items() >= before.items()
     assert restore(space, TOKENS).tokens == 32
+
+
+@pytest.mark.parametrize("code", PASSING, ids=NAMES)
+def test_merge_leaves_a_damaged_manifest_that_may_be_a_newer_one(tmp_path, store, space, fs, code):
+    """It was read, and cannot be read again to see of which version it is."""
+    space.publish(TOKENS, spans(TOKENS, 0, 16))
+    (target,) = node_files(store.path)
+    target.write_bytes(b"damaged")
+    with open_store(tmp_path / "source") as source:
+        source.namespace(INFO).publish(TOKENS, spans(TOKENS, 0, 16, 32))
+        fs.errors.extend((code, 0))
+        report = merge(source.context, store.context)
+    assert fs.errors == []
+    assert (report.error, report.damaged, report.nodes) == ("", 1, 1)
+    assert "cannot be read" in report.problems[0]
+    assert target.read_bytes() == b"damaged"
 
 
 # Copies of another user's files: kvstore.takeover.
