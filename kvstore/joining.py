@@ -47,7 +47,7 @@ def join(context: Context, refs: Sequence[BlockRef], progress: Callable[[int], N
         specs = sources[0].specs
         if any(source.specs != specs for source in sources):
             raise DamagedBlockError(f"the blocks of tokens {first} to {first + count} hold different tensors")
-        head = block_head(specs, first, count, payload_phase(refs[0]))
+        head = block_head(specs, first, count, payload_phase(max(refs, key=lambda ref: ref.size)))
         size = len(head) + sum(spec.span_bytes(count) for spec in specs)
         with staged_file(context, size) as staged:
             for piece in _pieces(head, specs, sources):

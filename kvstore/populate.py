@@ -2,14 +2,16 @@
 
 The first touch of a page is the largest cost of a restore into new memory: while it copies, the system stops at each
 page to find one, to clear it and to enter it. Asked for the pages of a mebibyte at once (Linux 5.14 can be), and right
-before they are filled so that they are still in the processor's cache, it takes a quarter less for the whole restore
-(`bench restore`, fresh memory). For all memory at once beforehand it gains next to nothing.
+before they are filled so that they are still in the processor's cache, it takes a sixth less for the whole restore
+(8,192 tokens of an 8B model, 366 ms without and 304 with it, n=11). For all memory at once beforehand it gains next to
+nothing.
 
 Only speed depends on it: where it cannot be done, nothing is.
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import sys
 from collections.abc import Callable, Sequence
@@ -22,11 +24,13 @@ _POPULATE_WRITE = 23
 _LEAST_BYTES = 1 << 16
 """Shorter views are left alone: few pages, each with the cost of a call."""
 
+_UNKNOWN = {errno.EINVAL, errno.ENOSYS, errno.EPERM}
+
 _Call = Callable[[int, int], int]
 
 
 class _System:
-    """The system's two calls, found at the first use and given up for good when one fails."""
+    """The system's two calls, found at the first use, and given up for good where there are none."""
 
     def __init__(self) -> None:
         self._calls: tuple[Callable[[memoryview], int], _Call, _Call] | None = None
@@ -46,13 +50,14 @@ class _System:
         if resident(middle, 1):
             return
         for view in large:
-            if fault_in(address_of(view), view.nbytes):
-                self._usable = False  # An older system, or one that is short of memory: reading will tell.
+            if code := fault_in(address_of(view), view.nbytes):
+                # An older system, or one that is short of memory just now: reading will tell.
+                self._usable = code not in _UNKNOWN
                 return
 
 
 def _find_calls() -> tuple[Callable[[memoryview], int], _Call, _Call]:
-    """What gives the address of a view; tells whether the page at an address is there; faults pages in (0: done).
+    """What gives the address of a view; tells whether the page there is in memory; faults pages in (0, or errno).
 
     Imports what takes milliseconds, unless numpy did already.
     """
@@ -61,7 +66,7 @@ def _find_calls() -> tuple[Callable[[memoryview], int], _Call, _Call]:
     # The first keeps the interpreter's lock, for half a microsecond; the second lets go of it, for a hundred or more.
     mincore = ctypes.PyDLL(None).mincore
     mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-    madvise = ctypes.CDLL(None).madvise
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     byte, address = ctypes.c_char, ctypes.addressof
 
@@ -76,12 +81,11 @@ def _find_calls() -> tuple[Callable[[memoryview], int], _Call, _Call]:
 
     def fault_in(at: int, size: int) -> int:
         begin = at - at % mmap.PAGESIZE
-        failed: int = madvise(begin, at + size - begin, _POPULATE_WRITE)
-        return failed
+        return ctypes.get_errno() if madvise(begin, at + size - begin, _POPULATE_WRITE) else 0
 
     return address_of, resident, fault_in
 
 
 populate = _System().populate
 """populate(views): before writable C-contiguous bytes that belong together are filled. Those that were touched already
-cost a microsecond. Never raises for what a system cannot do."""
+cost a few microseconds. Never raises for what a system cannot do."""

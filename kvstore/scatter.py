@@ -57,33 +57,80 @@ def scatter(blocks: Sequence[OpenBlock], memory: Mapping[str, TensorBuffer], thr
     when this returns or raises.
     """
     work = _Work(blocks, memory)
-    others: list[threading.Thread] = []
     with short_turns():
-        _run(work, threads, others)
+        _run(work, threads)
     return work.outcome()
 
 
-def _run(work: _Work, threads: int, others: list[threading.Thread]) -> None:
+def _run(work: _Work, threads: int) -> None:
     """Run work on so many threads, and wait for all of them whatever happens."""
+    helpers: list[_Helper] = []
     try:
         for _ in range(min(threads, work.most) - 1):
-            thread = threading.Thread(target=work.run, name="kvstore-read")
+            helpers.append(_Helper(work))
             # No more threads can be started just now (or the interpreter is ending): fewer read, as well.
             with suppress(RuntimeError):
-                thread.start()
-                others.append(thread)
+                helpers[-1].start()
         work.run()
     finally:
-        work.stop()
-        for thread in others:
-            _join(thread)
+        _end(work, helpers)
 
 
-def _join(thread: threading.Thread) -> None:
-    """Also when the user interrupts once more: the files must not be closed under a thread that reads them."""
-    while thread.is_alive():
-        with suppress(KeyboardInterrupt):
-            thread.join()
+def _end(work: _Work, helpers: Sequence[_Helper]) -> None:
+    """No thread reads any more when this ends, and nothing holds memory in a cycle.
+
+    Also when the user interrupts meanwhile, which is raised then: the caller closes the files.
+    """
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            work.stop()
+            for helper in helpers:
+                helper.wait()
+            work.close()
+        except KeyboardInterrupt as error:
+            interrupt = error.with_traceback(None)
+        else:
+            break
+    try:
+        if interrupt is not None:
+            raise interrupt
+    finally:
+        del interrupt
+
+
+class _Helper:
+    """A thread that reads along.
+
+    Whether it still does is not asked of the thread: before Python 3.13 one counts as ended once somebody was
+    interrupted while joining it. Nor is it kept under a lock, because the caller can be interrupted between any two
+    steps: either the caller sees that it began, or it sees that all was stopped, and reads nothing.
+    """
+
+    def __init__(self, work: _Work) -> None:
+        self._work = work
+        self._began = False
+        self._reading = threading.Lock()
+        self._reading.acquire()
+        self._thread = threading.Thread(target=self._run, name="kvstore-read")
+
+    def start(self) -> None:
+        """Raises RuntimeError when there can be no more threads."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._began = True
+        try:
+            self._work.run()
+        finally:
+            self._reading.release()
+
+    def wait(self) -> None:
+        """Until it reads no more, and if nobody interrupts until its thread is gone. To be called after work.stop."""
+        if self._began:
+            with self._reading:
+                pass
+            self._thread.join()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +177,7 @@ class _Reading:
         return unit
 
     def close(self) -> None:
-        """Nobody takes any more. What cuts refers to the block: memory in a cycle would be held for longer."""
+        """Nobody takes any more."""
         self._cuts.close()
 
     def _cut(self) -> Generator[_Unit, None, None]:
@@ -209,7 +256,8 @@ class _Work:
 
     def __init__(self, blocks: Sequence[OpenBlock], memory: Mapping[str, TensorBuffer]) -> None:
         self._readings = [_Reading(block) for block in blocks]
-        self.most = -(-sum(block.ref.size - block.ref.payload for block in blocks) // UNIT_BYTES)
+        size = sum(block.ref.size - block.ref.payload for block in blocks)
+        self.most = max(len(blocks), -(-size // UNIT_BYTES))
         self._memory = memory
         self._unread = deque(self._readings)
         self._stopped = False
@@ -230,8 +278,12 @@ class _Work:
 
     def stop(self) -> None:
         """Let every thread end after the unit that it reads."""
-        with self._lock:
-            self._stopped = True
+        self._stopped = True
+
+    def close(self) -> None:
+        """When no thread reads any more. What cuts the units refers to its block: memory in a cycle lives longer."""
+        for reading in self._readings:
+            reading.close()
 
     def outcome(self) -> list[Exception | None]:
         """What is wrong with each block; raises what was not the fault of one."""
@@ -241,8 +293,6 @@ class _Work:
                 raise failure
         finally:
             del failure
-            for reading in self._readings:
-                reading.close()
         return [reading.outcome() for reading in self._readings]
 
     def _take(self, own: _Reading | None) -> _Unit | None:

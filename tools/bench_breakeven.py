@@ -1,13 +1,14 @@
 """`bench break-even`: time to the first token against the length of the prompt, and from where on restoring pays.
 
-Two processes in turns, each with the model newly loaded: one has no cache directory and computes every prompt; the
-other restores it from files, saved by a process before it, and computes one token more, as the next request of a
-conversation does. Nothing of a prompt is in any memory but the page cache; with --cold not even there: page cache,
+Processes in turns, each with the model newly loaded: one has no cache directory and computes every prompt; another
+restores it from files, saved by a process before it, and computes one token more, as the next request of a conversation
+does. Nothing of a prompt is in any memory but the page cache; with --cold not even there: page cache,
 dentries and inodes are dropped before each restore, which needs root and Linux. Then the same process is asked for the
-prompt once more (repeat). It is also asked for a prompt that an earlier process answered, the same to the last token
-(restart), and for that again: then nothing is left to compute, because the logits of the next token are saved, too.
-Beside each stands what it cannot go below: a plain read of as many bytes of the same files and one decode step; and
-what mlx-lm alone takes for the one token more when it has the restored KV in its memory already.
+prompt once more (repeat). A third is asked for prompts that an earlier process answered, the same to the last token
+(restart), and for each again: then nothing is left to compute, because the logits of the next token are saved, too.
+Each is held against a plain read of as many bytes of the same files and one decode step. What has a token to compute
+cannot go below that; what has none can. For comparison: what mlx-lm alone takes for the one token more when it has the
+restored KV in its memory already.
 
 What is timed is what a program waits for: stream_generate, from the call to its first response; a decode step is the
 median of the waits for those that follow. (mlx-lm builds the step of the second token before it hands out the first: a
@@ -58,10 +59,11 @@ HELP = "time to the first token by prompt length, and the length from which rest
 
 MODELS = {"tiny": f"a llama of {TINY_LLAMA['num_hidden_layers']} layers", "smollm2": "SmolLM2-135M-Instruct"}
 _MODES = ("disabled", "restored")
+_SAME = "same"
 TOKEN_BYTES = {"tiny": 4 << 10, "smollm2": 46 << 10}
 _WARM = {
     "repeat": "repeat, one token more",
-    "same": "restart, the same prompt",
+    _SAME: "restart, the same prompt",
     "same_repeat": "repeat of that",
     "engine": "mlx-lm alone, one token more",
 }
@@ -122,25 +124,22 @@ def _measured(name: str, folder: Path, lengths: list[int], rounds: int, *, cold:
     blas = blas_environment()
     saved = run_child("bench_breakeven", {**job, "task": "save"}, blas)
     other = OtherWork()
-    found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in _MODES}
+    modes = _MODES if cold else (*_MODES, _SAME)
+    found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
     for turn in range(rounds):
-        for mode in rotated(_MODES, turn):
+        for mode in rotated(modes, turn):
             found[mode].append(run_child("bench_breakeven", {**job, "task": mode, "turn": turn}, blas))
-    seconds = {
-        mode: {str(length): [each["seconds"][str(length)] for each in results] for length in lengths}
-        for mode, results in found.items()
-    }
+
+    def of(mode: str, name: str) -> dict[str, list[float]]:
+        return {str(length): [each[name][str(length)] for each in found[mode]] for length in lengths}
+
+    seconds = {mode: of(mode, "seconds") for mode in modes}
+    floors = {mode: _sums(of(mode, "raw"), of(mode, "step")) for mode in modes[1:]}
     if not cold:
-        for kind in _WARM:
-            seconds[kind] = {str(n): [each[kind][str(n)] for each in found["restored"]] for n in lengths}
-    floors = {
-        kind: {
-            str(n): [each[f"{raw}raw"][str(n)] + each["step"][str(n)] for each in found["restored"]] for n in lengths
-        }
-        for kind in _FLOORED
-        if kind in seconds
-        for raw in ["same_" if kind.startswith("same") else ""]
-    }
+        seconds |= {"repeat": of("restored", "repeat"), "same_repeat": of(_SAME, "repeat")}
+        seconds["engine"] = of("restored", "engine")
+        floors |= {"repeat": floors["restored"], "same_repeat": floors[_SAME], "engine": floors["restored"]}
+    first_tokens = [[each["first_token"] for each in found[mode]] for mode in _MODES]
     return {
         "lengths": lengths,
         "cores_used_by_others": other.cores(),
@@ -158,9 +157,13 @@ def _measured(name: str, folder: Path, lengths: list[int], rounds: int, *, cold:
             _FLOORED[kind]: {n: paired(seconds[kind][n], floor[n]).document() for n in map(str, lengths)}
             for kind, floor in floors.items()
         },
-        "disagreed": sum(one["first_token"] != two["first_token"] for one, two in zip(*found.values(), strict=True))
-        + sum(each["same_token"] != saved["same_token"] for each in found["restored"] if not cold),
+        "disagreed": sum(one != two for one, two in zip(*first_tokens, strict=True))
+        + sum(each["first_token"] != saved["same_token"] for each in found.get(_SAME, [])),
     }
+
+
+def _sums(one: Mapping[str, list[float]], two: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    return {at: [a + b for a, b in zip(values, two[at], strict=True)] for at, values in one.items()}
 
 
 def break_even(lengths: Sequence[int], over: Sequence[float]) -> float | None:
@@ -262,37 +265,30 @@ def _read_so_far(session: Any) -> tuple[int, int]:
 
 
 def _timed(session: Any, engine: Any, job: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("seconds", "first_token", "step", "raw", "same_raw", "bytes", "same_token", *_WARM)
+    names = ("seconds", "first_token", "step", "raw", "bytes", "repeat", "engine")
     result: dict[str, Any] = {name: {} for name in names}
-    restored, cold = job["task"] == "restored", job["cold"]
-    for length in rotated(list(map(str, job["lengths"])), job["turn"]):
+    mode, cold, store = job["task"], job["cold"], Path(job["store"])
+    for at in rotated(list(map(str, job["lengths"])), job["turn"]):
+        length, same = int(at), mode == _SAME
         # Another token after the saved ones each time: the end of an earlier round is no part of this one.
-        tokens = [*_prompt(int(length)), 1 + job["turn"]]
-        if restored and cold:
+        tokens = _same(length) if same else [*_prompt(length), 1 + job["turn"]]
+        if mode == "restored" and cold:
             drop_all_caches()
         answer = _answered(session, tokens)
-        result["seconds"][length], result["first_token"][length] = answer.seconds, answer.token
-        result["step"][length], result["bytes"][length] = answer.step, answer.restored[1]
-        if restored:
-            _check(answer, int(length))
-            result["raw"][length] = raw_read(Path(job["store"]), answer.restored[1], cold=cold)
-            if not cold:
-                _warm(session, engine, int(length), [*tokens[:-1], tokens[-1] + _OTHER_TOKEN], result)
-                result["same_raw"][length] = raw_read(Path(job["store"]), result["same_raw"][length], cold=False)
+        result["seconds"][at], result["first_token"][at] = answer.seconds, answer.token
+        result["step"][at], result["bytes"][at] = answer.step, answer.restored[1]
+        if mode == "disabled":
+            continue
+        _check(answer, length + same)
+        if not cold:
+            again = tokens if same else [*tokens[:-1], tokens[-1] + _OTHER_TOKEN]
+            repeat = _answered(session, again)
+            _check(repeat, length + same)
+            result["repeat"][at] = repeat.seconds
+            if not same:
+                result["engine"][at] = engine_alone(engine, session, [*again[:-1], again[-1] + 1], 1 + _STEPS)
+        result["raw"][at] = raw_read(store, answer.restored[1], cold=cold)
     return result
-
-
-def _warm(session: Any, engine: Any, length: int, other: list[int], result: dict[str, Any]) -> None:
-    """What _WARM names, of one length; other: its tokens and one that nobody asked for."""
-    at = str(length)
-    repeat, same, again = (_answered(session, tokens) for tokens in (other, _same(length), _same(length)))
-    _check(repeat, length)
-    _check(same, length + 1)
-    _check(again, length + 1)
-    result["repeat"][at], result["same"][at], result["same_repeat"][at] = repeat.seconds, same.seconds, again.seconds
-    result["same_raw"][at], result["same_token"][at] = same.restored[1], same.token
-    alone = engine_alone(engine, session, [*_prompt(length), other[-1] + 1], 1 + _STEPS)
-    result["engine"][at] = alone
 
 
 def _check(answer: _Answer, tokens: int) -> None:

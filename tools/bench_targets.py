@@ -201,7 +201,6 @@ def _floors(documents: Documents) -> Iterator[Row]:
         ("after a restart", "same_over_floor", "fresh process"),
         ("of a repeat with one token more", "repeat_over_floor", "the process that was asked before"),
         ("after a restart with one token more", "over_floor", "fresh process"),
-        ("of that token by mlx-lm alone, KV in its memory,", "engine_over_floor", "nothing is restored"),
     ):
         what = f"time to the first token {when} over (raw read of its bytes + one decode step)"
         made = [

@@ -39,8 +39,9 @@ DTYPES: dict[Any, str] = {
 """MLX dtypes that a block can hold, by their safetensors names."""
 
 _PIECE = 1 << 17
-_PROBE_BYTES = (32 << 20) + PAGE
-"""More than glibc's malloc ever takes from its heap (DEFAULT_MMAP_THRESHOLD_MAX), where addresses say nothing."""
+_PROBE_BYTES = (64 << 20) + PAGE
+"""More than glibc's malloc keeps free at the top of its heap, where addresses say nothing: twice the largest size that
+it does not take new pages for (DEFAULT_MMAP_THRESHOLD_MAX). Nobody touches it."""
 
 _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 

@@ -276,7 +276,7 @@ class TestConvoysOnTheInterpreterLock:
         space.publish(range(tokens), [Span(0, tokens, specs, data)])
         monkeypatch.undo()
         # The header, each tensor, and once more where a slice ends in one.
-        slices = sum(spec.span_bytes(tokens) for spec in specs) // (1 << 19)
+        slices = sum(spec.span_bytes(tokens) for spec in specs) // (1 << 20)
         assert 1 < len(turns) <= len(specs) + 1 + slices
         assert max(turns) < 0.001, "nobody decodes beside it, and a turn of another thread would be 5 ms"
         assert space.lookup(range(tokens)).count == tokens

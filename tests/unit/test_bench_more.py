@@ -42,7 +42,6 @@ def test_break_even_runs(tmp_path):
     assert all(0 < found["restored_bytes"][length] - int(length) * 4096 < 8192 for length in ("64", "256"))
     floors = ("over_floor", "repeat_over_floor", "same_over_floor", "same_repeat_over_floor", "engine_over_floor")
     assert all(found[floor][length]["n"] == 1 for floor in floors for length in ("64", "256"))
-    assert found["seconds"]["same"]["256"]["median"] < found["seconds"]["disabled"]["256"]["median"]
     assert found["disagreed"] == 0
 
 

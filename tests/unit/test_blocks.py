@@ -15,7 +15,7 @@ from core_support import SPECS, prompt, span
 from format_support import block_bytes
 
 from kvstore import DamagedBlockError, PublishError, Span, TensorBuffer, TensorSpec
-from kvstore.blocks import MAX_HEADER_BYTES, block_head, block_parts, payload_phase, read_specs
+from kvstore.blocks import MAX_HEADER_BYTES, block_head, block_parts, pack_header, payload_phase, read_specs
 from kvstore.manifest import BlockRef
 
 HALF = TensorSpec("0.keys", "F16", 2, (3,))
@@ -101,7 +101,19 @@ def test_a_header_with_no_room_for_a_page_of_padding_is_still_written():
         > MAX_HEADER_BYTES - 2048
     )
     specs = [TensorSpec(f"{i:0{name}}", "U8", 1024, ()) for i in range(most)]
-    assert len(block_head(specs, 0, 1, 24)) % 64 == 24
+    for phase in (0, 7, 24, 4095):
+        assert len(block_head(specs, 0, 1, phase)) % 64 == phase % 64
+
+
+@pytest.mark.parametrize("short", range(-2, 18))
+def test_padding_to_a_page_refuses_no_header_that_padding_to_a_line_allows(short):
+    """Headers of just less than the largest with room for a page: their length bytes count, too."""
+    entry = {"dtype": "U8", "shape": [1, 1], "data_offsets": [0, 1]}
+    empty = len(json.dumps({"": entry}, separators=(",", ":")))
+    for phase in (0, 1, 7, 4095):
+        head = pack_header({"a" * (MAX_HEADER_BYTES - 4096 - short - empty): entry}, phase, 1 << 20)
+        assert len(head) <= MAX_HEADER_BYTES
+        assert len(head) % 64 == phase % 64
 
 
 def test_the_cut_of_the_data_into_buffers_does_not_change_the_file():

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
+import platform
 import resource
 import sys
 
 import pytest
+from core_support import INFO, open_store
 
+from kvstore import Span, State, StateTensor, TensorBuffer, TensorSpec
 from kvstore import populate as populate_module
 from kvstore.populate import _System
 
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be asked for pages")
+linux = pytest.mark.skipif(
+    sys.platform != "linux" or tuple(map(int, platform.release().split(".")[:2])) < (5, 14),
+    reason="only Linux can be asked for pages, since 5.14",
+)
 
 
 @pytest.fixture
@@ -117,13 +124,47 @@ def test_short_views_are_not_worth_a_call(monkeypatch):
     assert (calls.looks, calls.asked) == ([1 << 15], [1 << 16, MIB])
 
 
-def test_it_is_given_up_where_the_system_refuses(monkeypatch):
-    """EINVAL before Linux 5.14, or no memory."""
-    calls = Calls(failed=-1)
+@pytest.mark.parametrize(
+    ("code", "asked"), [(errno.EINVAL, 1), (errno.ENOSYS, 1), (errno.ENOMEM, 2), (errno.EFAULT, 2)]
+)
+def test_it_is_given_up_where_the_system_does_not_know_it(monkeypatch, code, asked):
+    """EINVAL before Linux 5.14. A shortage of memory passes."""
+    calls = Calls(failed=code)
     system = calls.system(monkeypatch)
     system.populate(views(MIB, MIB))
     system.populate(views(MIB))
-    assert calls.asked == [MIB]
+    assert calls.asked == [MIB] * asked
+
+
+@linux
+def test_what_the_system_answers(memory):
+    address_of, _, fault_in = populate_module._find_calls()
+    assert fault_in(address_of(memory), MIB) == 0
+    assert fault_in(0, MIB) == errno.ENOMEM, "nothing is there"
+
+
+def test_a_restore_asks_for_the_pages_of_what_it_reads(tmp_path, monkeypatch):
+    """Of the rows of a span and of a state, each before it is filled."""
+    wide = TensorSpec("0.keys", "F32", 2, (1024,))
+    data, whole = [b"k" * wide.span_bytes(64)], b"s" * (MIB + 100)
+    asked: list[tuple[int, bytes]] = []
+
+    def note(some):
+        asked.extend((view.nbytes, bytes(view[:1])) for view in some)
+
+    with open_store(tmp_path / "cache", interval=64) as opened:
+        space = opened.namespace(INFO)
+        space.publish(range(64), [Span(0, 64, (wide,), data)])
+        space.publish_state(range(64), State((StateTensor("s", "U8", (len(whole),)),), [whole]))
+        for name in ("scatter", "states"):
+            monkeypatch.setattr(f"kvstore.{name}.populate", note)
+        match = space.lookup(range(64))
+        memory = {"0.keys": TensorBuffer(memoryview(bytearray(len(data[0]))), 64)}
+        assert space.read(match, lambda specs, tokens: memory).tokens == 64
+        assert asked == [(len(data[0]) // 2, b"\0")] * 2
+        asked.clear()
+        space.read_state(match, lambda tensors: {"s": memoryview(bytearray(len(whole)))})
+    assert asked == [(MIB, b"\0"), (100, b"\0")]
 
 
 @pytest.mark.parametrize("error", [ImportError("no _ctypes"), AttributeError("no mincore"), OSError("no libc")])

@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -187,16 +188,16 @@ def test_a_link_in_place_of_a_block_folder_is_not_followed(tmp_path):
 def test_a_file_that_vanishes_during_the_scan_is_passed_over(tmp_path, monkeypatch):
     with filled(tmp_path / "s") as store:
         gone = manifests(store.path)[0]
-        real = scanning._entries
+        real = scanning._opened
 
-        def entries(folder, tally):
-            for entry in real(folder, tally):
-                if entry.name == gone.name:
-                    gone.unlink()
-                yield entry
+        @contextmanager
+        def opened(folder, tally):
+            with real(folder, tally) as entries:
+                yield (entry for entry in entries if entry.name != gone.name or gone.unlink() is None)
 
-        monkeypatch.setattr(scanning, "_entries", entries)
+        monkeypatch.setattr(scanning, "_opened", opened)
         assert gone.name not in {file.file for file in scan(store.context).nodes}
+        assert not gone.exists()
 
 
 def test_a_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):

@@ -6,11 +6,13 @@ import errno
 import gc
 import os
 import random
+import signal
 import sys
 import threading
 import time
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import xxhash
@@ -304,37 +306,84 @@ def test_threads_that_cannot_be_started_are_done_without(files, monkeypatch):
     check(memory, 0, 9)
 
 
-def test_files_are_closed_after_the_last_thread_ended(tmp_path, monkeypatch):
-    """The caller is interrupted while another thread is inside a read, and once more while it waits for that one."""
+@pytest.fixture
+def two_blocks(tmp_path, monkeypatch):
+    """A namespace, a match of two blocks in it, and the files that a restore has closed. Ctrl-C works meanwhile."""
     space = open_store(tmp_path / "cache", interval=64).namespace(NamespaceInfo({"model": "x"}))
     space.publish(TOKENS, spans(TOKENS, 0, 20, 40))
-    inside, closed = threading.Event(), []
+    match, closed = space.lookup(TOKENS), []
+    own = SimpleNamespace(**{**vars(os), "close": lambda fd: (closed.append(fd), os.close(fd))})
+    monkeypatch.setattr("kvstore.restore.os", own)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield space, match, closed
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("often", [1, 3])
+def test_files_are_closed_after_the_last_thread_ended(two_blocks, monkeypatch, often):
+    """The caller has read its own share, and is interrupted, once or more, while it waits for the other thread's."""
+    space, match, closed = two_blocks
+    inside, seen = threading.Event(), []
 
     def slow(fd, views, offset):
         if threading.current_thread() is threading.main_thread():
             assert inside.wait(10)
-            raise KeyboardInterrupt
-        inside.set()
-        time.sleep(0.3)
-        assert closed == [], "a file was closed under the thread that reads it"
+        elif not inside.is_set():
+            inside.set()
+            for _ in range(often):
+                time.sleep(0.1)
+                os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+            seen.append(list(closed))
         preadv_full(fd, views, offset)
 
-    interrupted = []
-    join = threading.Thread.join
+    with monkeypatch.context() as patch:
+        patch.setattr(scatter_module, "preadv_full", slow)
+        with pytest.raises(KeyboardInterrupt):
+            space.read(match, Memory())
+    assert seen == [[]], "a file was closed under the thread that reads it"
+    assert len(closed) == 2
+    assert match.space.context.damaged == set(), "no block is to blame"
+    assert space.read(space.lookup(TOKENS), Memory()).tokens == len(TOKENS)
 
-    def interrupted_join(thread, timeout=None):
-        if not interrupted:
-            interrupted.append(thread)
-            raise KeyboardInterrupt
-        join(thread, timeout)
 
-    close = os.close
-    match = space.lookup(TOKENS)
-    monkeypatch.setattr(scatter_module, "preadv_full", slow)
-    monkeypatch.setattr(threading.Thread, "join", interrupted_join)
-    monkeypatch.setattr("kvstore.restore.os.close", lambda fd: (closed.append(fd), close(fd)))
-    with pytest.raises(KeyboardInterrupt):
-        space.read(match, Memory())
-    monkeypatch.undo()
-    assert len(interrupted) == 1
-    assert len(closed) >= 2
+def test_a_thread_that_was_started_while_somebody_interrupted_is_waited_for(two_blocks, monkeypatch):
+    space, match, closed = two_blocks
+    start, seen, began = threading.Thread.start, [], threading.Event()
+
+    def interrupted_start(thread):
+        start(thread)
+        assert began.wait(10)
+        raise KeyboardInterrupt
+
+    def slow(fd, views, offset):
+        began.set()
+        time.sleep(0.2)
+        seen.append(list(closed))
+        preadv_full(fd, views, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scatter_module, "preadv_full", slow)
+        patch.setattr(threading.Thread, "start", interrupted_start)
+        with pytest.raises(KeyboardInterrupt):
+            space.read(match, Memory())
+    assert seen == [[]]
+    assert len(closed) == 2
+
+
+def test_a_thread_that_begins_when_all_is_over_reads_nothing(files, monkeypatch):
+    late, start = [], threading.Thread.start
+    memory = Memory()
+
+    def not_yet(thread):
+        late.append(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", not_yet)
+        assert scatter([files.open(span(TOKENS, 0, 9))], memory(SPECS, 9), 2) == [None]
+    monkeypatch.setattr(scatter_module, "preadv_full", None)
+    for thread in late:
+        start(thread)
+        thread.join()
+    assert len(late) == 1
+    check(memory, 0, 9)
