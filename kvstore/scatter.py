@@ -112,11 +112,14 @@ class _Helper:
         self._began = False
         self._reading = threading.Lock()
         self._reading.acquire()
-        self._thread = threading.Thread(target=self._run, name="kvstore-read")
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Raises RuntimeError when there can be no more threads."""
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="kvstore-read")
+        thread.start()
+        # Not before: one that was never started keeps what it would have run, and that keeps it.
+        self._thread = thread
 
     def _run(self) -> None:
         self._began = True
@@ -130,7 +133,8 @@ class _Helper:
         if self._began:
             with self._reading:
                 pass
-            self._thread.join()
+            if self._thread is not None:
+                self._thread.join()
 
 
 @dataclass(frozen=True, slots=True)
