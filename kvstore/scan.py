@@ -219,17 +219,15 @@ def tokenizations(layout: Layout, tally: Tally) -> Iterator[HashedFile]:
 
 
 def _hashed(above: Path, tally: Tally) -> Iterator[HashedFile]:
-    is_hash, from_hex, new = Layout.is_block_name, bytes.fromhex, tuple.__new__
+    is_hash, from_hex, new = Layout.is_block_name, bytes.fromhex, HashedFile._make
     for folder in _fanout(above, tally, links_are_errors=False):
-        start, found = folder.name, _files(folder, tally)
-        # The tuple itself: _make looks once more how long it is, which is a tenth of a scan.
-        ours = [
-            new(HashedFile, (from_hex(name), *rest))
-            for name, *rest in found
-            if name.startswith(start) and is_hash(name)
-        ]
-        tally.foreign += len(found) - len(ours)
-        yield from ours
+        start = folder.name
+        for found in _files(folder, tally):
+            name = found[0]
+            if is_hash(name) and name.startswith(start):
+                yield new((from_hex(name), *found[1:]))
+            else:
+                tally.foreign += 1
 
 
 def nodes(layout: Layout, tally: Tally) -> Iterator[NodeFile]:
@@ -238,7 +236,7 @@ def nodes(layout: Layout, tally: Tally) -> Iterator[NodeFile]:
     A link in place of one of our folders raises: a lookup would follow it, so the blocks of what lies behind it must
     not be taken for unreferenced, and deleting behind it could reach another store.
     """
-    is_node, new = NodeName.is_file_name, tuple.__new__
+    is_node, new = NodeName.is_file_name, NodeFile._make
     for entry in _entries(layout.nodes, tally):
         namespace = known_as(entry, layout.nodes, Layout.is_namespace_id)
         if namespace is None or not _is_folder(entry, layout.nodes):
@@ -246,12 +244,12 @@ def nodes(layout: Layout, tally: Tally) -> Iterator[NodeFile]:
             tally.hidden += is_hidden(entry, Layout.is_namespace_id)
             continue
         for folder in _fanout(layout.nodes / namespace, tally, links_are_errors=True):
-            start, found = folder.name, _files(folder, tally)
-            ours = [
-                new(NodeFile, (namespace, *file)) for file in found if file[0].startswith(start) and is_node(file[0])
-            ]
-            tally.foreign += len(found) - len(ours)
-            yield from ours
+            start = folder.name
+            for found in _files(folder, tally):
+                if is_node(found[0]) and found[0].startswith(start):
+                    yield new((namespace, *found))
+                else:
+                    tally.foreign += 1
 
 
 def appeared(layout: Layout, known: Sequence[NodeFile], rest: Callable[[], None] = lambda: None) -> list[NodeFile]:
