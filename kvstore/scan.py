@@ -15,9 +15,8 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -44,7 +43,6 @@ __all__ = [
 _FANOUT = frozenset(FANOUT)
 _KEY_END = 1 + 18  # what follows the key in a manifest's name before its suffix: "-<rungs>"
 _PARENT = slice(0, 32)
-_FILES_A_REST = 64
 
 
 class NodeFile(NamedTuple):
@@ -294,21 +292,18 @@ def _files(folder: Path, tally: Tally) -> list[tuple[str, int, int, int, int, in
     """
     files = []
     total, is_regular = 0, stat.S_ISREG
-    with _opened(folder, tally) as entries:
-        while some := list(islice(entries, _FILES_A_REST)):
-            tally.rest()
-            for entry in some:
-                try:
-                    status = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue
-                if is_regular(status.st_mode):
-                    allocated = status.st_blocks * 512
-                    total += allocated
-                    times = status.st_mtime_ns, status.st_ctime_ns
-                    files.append((entry.name, status.st_size, allocated, *times, status.st_ino))
-                else:
-                    _count_foreign(entry, folder, tally)
+    for entry in paced(_entries(folder, tally), tally.rest):
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        if is_regular(status.st_mode):
+            allocated = status.st_blocks * 512
+            total += allocated
+            times = status.st_mtime_ns, status.st_ctime_ns
+            files.append((entry.name, status.st_size, allocated, *times, status.st_ino))
+        else:
+            _count_foreign(entry, folder, tally)
     tally.allocated += total
     tally.files += len(files)
     tally.told(tally.files)
@@ -316,26 +311,18 @@ def _files(folder: Path, tally: Tally) -> list[tuple[str, int, int, int, int, in
 
 
 def _entries(folder: Path, tally: Tally) -> Iterator[os.DirEntry[str]]:
-    """See _opened, which is closed with the last entry. Raises OSError before the first."""
-    with _opened(folder, tally) as entries:
-        yield from entries
+    """Entries of a folder, which itself is counted; none when it vanished.
 
-
-@contextmanager
-def _opened(folder: Path, tally: Tally) -> Iterator[Iterator[os.DirEntry[str]]]:
-    """Entries of a folder, which itself is counted; none when it vanished. Raises OSError.
-
-    Relative to the folder's descriptor, as long as it is open: a stat then walks one name instead of seven.
+    Relative to the folder's descriptor: a stat then walks one name instead of seven. Raises OSError before the first.
     """
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
-        yield iter(())
         return
     try:
         tally.allocated += allocated_bytes(os.fstat(fd))
         with os.scandir(fd) as entries:
-            yield entries
+            yield from entries
     finally:
         os.close(fd)
 

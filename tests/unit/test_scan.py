@@ -6,7 +6,6 @@ import errno
 import os
 import subprocess
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -188,14 +187,15 @@ def test_a_link_in_place_of_a_block_folder_is_not_followed(tmp_path):
 def test_a_file_that_vanishes_during_the_scan_is_passed_over(tmp_path, monkeypatch):
     with filled(tmp_path / "s") as store:
         gone = manifests(store.path)[0]
-        real = scanning._opened
+        real = scanning._entries
 
-        @contextmanager
-        def opened(folder, tally):
-            with real(folder, tally) as entries:
-                yield (entry for entry in entries if entry.name != gone.name or gone.unlink() is None)
+        def entries(folder, tally):
+            for entry in real(folder, tally):
+                if entry.name == gone.name:
+                    gone.unlink()
+                yield entry
 
-        monkeypatch.setattr(scanning, "_opened", opened)
+        monkeypatch.setattr(scanning, "_entries", entries)
         assert gone.name not in {file.file for file in scan(store.context).nodes}
         assert not gone.exists()
 
