@@ -55,7 +55,7 @@ LINE = 64
 """Payload offsets are chosen modulo this: the cache line and the widest vector register."""
 
 PAGE = 4096
-"""And those of large payloads modulo this: the page of memory. See payload_phase."""
+"""And those of large payloads modulo this: the page of memory. See pack_header."""
 
 _LARGE_BYTES = 1 << 20
 """Payloads from here on: the padding to a page is less than half a percent, and no more than any file is rounded up."""

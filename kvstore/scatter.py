@@ -303,10 +303,8 @@ class _Work:
         with self._lock:
             while not self._stopped:
                 if own is None or not own.left:
-                    if self._unread:
-                        own = self._unread.popleft()
-                    else:
-                        own = next((reading for reading in self._readings if reading.left), None)
+                    helped = (reading for reading in self._readings if reading.left)
+                    own = self._unread.popleft() if self._unread else next(helped, None)
                 if own is None:
                     break
                 if (unit := own.take()) is not None:

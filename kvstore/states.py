@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -192,7 +192,7 @@ def _read(context: Context, ref: BlockRef, allocate: AllocateState) -> dict[str,
         return values
 
 
-def _fill(fd: int, offset: int, runs: Sequence[memoryview], state: xxhash.xxh3_128) -> bytes:
+def _fill(fd: int, offset: int, runs: Iterable[memoryview], state: xxhash.xxh3_128) -> bytes:
     """Read what follows offset into the runs, hashed while it is in the processor's cache; the digest then."""
     for run in runs:
         for at in range(0, run.nbytes, _PIECE):
@@ -206,13 +206,8 @@ def _fill(fd: int, offset: int, runs: Sequence[memoryview], state: xxhash.xxh3_1
 
 def _digest(fd: int, size: int) -> bytes:
     """XXH3-128 of a file, through little memory."""
-    state = xxhash.xxh3_128()
     buffer = memoryview(bytearray(_PIECE))
-    for at in range(0, size, _PIECE):
-        view = buffer[: size - at]
-        preadv_full(fd, [view], at)
-        state.update(view)
-    return state.digest()
+    return _fill(fd, 0, (buffer[: size - at] for at in range(0, size, _PIECE)), xxhash.xxh3_128())
 
 
 def parse_state_header(head: Buffer, ref: BlockRef) -> tuple[tuple[StateTensor, ...], dict[str, Scalar]]:
