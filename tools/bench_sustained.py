@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import math
 import os
 import random
 import re
@@ -157,16 +158,15 @@ def _size(store: Path) -> int:
 
 
 def windows(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """The requests in ten parts of equal time, each summed up."""
+    """The requests in ten parts of equal time, each part summed up; every request is in one of them."""
     found = document["requests"]
-    rows = list(zip(*(found[name] for name in _COLUMNS), strict=True))
-    step = found["at"][-1] / _WINDOWS
-    made = []
-    for number in range(_WINDOWS):
-        inside = [row for row in rows if number * step < row[0] <= (number + 1) * step]
-        if inside:
-            made.append({"end": (number + 1) * step, **summary(inside)})
-    return made
+    last = found["at"][-1]
+    parts: dict[int, list[tuple[float, ...]]] = {}
+    for row in zip(*(found[name] for name in _COLUMNS), strict=True):
+        # The last one's share is 1 exactly; ten times a tenth of it is not always itself.
+        number = math.ceil(_WINDOWS * (row[0] / last)) if last else 1
+        parts.setdefault(max(1, number), []).append(row)
+    return [{"end": number * last / _WINDOWS, **summary(rows)} for number, rows in parts.items()]
 
 
 def summary(rows: Sequence[tuple[float, ...]]) -> dict[str, Any]:

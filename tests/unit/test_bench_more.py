@@ -6,6 +6,8 @@ import gzip
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import bench
 import bench_peers
@@ -159,6 +161,25 @@ def test_sustained_runs(traces):
     assert found["resident_bytes"][0] > 0
     assert sum(each["n"] for each in bench_sustained.windows(document)) == 4
     assert found["written_bytes"] == sorted(found["written_bytes"])
+
+
+@pytest.mark.parametrize("times", [[0.0], [0.0, 0.0], [0.05, 0.1, 0.11]], ids=str)
+def test_every_request_is_in_one_window(times):
+    _in_windows(times)
+
+
+@given(st.lists(st.integers(0, 400_000), min_size=1))
+def test_every_request_is_in_one_window_whatever_the_time(hundredths):
+    _in_windows([round(each / 100, 2) for each in sorted(hundredths)])
+
+
+def _in_windows(times):
+    requests = {name: [1] * len(times) for name in bench_sustained._COLUMNS} | {"at": times}
+    windows = bench_sustained.windows({"requests": requests})
+    assert sum(each["n"] for each in windows) == len(times)
+    ends = [each["end"] for each in windows]
+    assert ends == sorted(ends)
+    assert ends[-1] == pytest.approx(times[-1])
 
 
 def test_sustained_needs_a_trace(tmp_path, capsys, monkeypatch):
