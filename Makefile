@@ -3,7 +3,7 @@
 
 PY := .venv/bin/python
 
-.PHONY: man docs screens exactness models help demo test soak reliability lint bench bench-quick setup clean
+.PHONY: bench-page man docs screens exactness models help demo test soak reliability lint bench bench-quick setup clean
 
 help:
 	@echo "make demo    a coding-review conversation on a real model: disabled, first write, repeat, restart"
@@ -18,7 +18,7 @@ help:
 	@echo "make models  every model family of mlx-lm, tiny, restored and compared: docs/models.md; MODELS=llama for one"
 	@echo "make screens  the pictures of docs/screens.md"
 	@echo "make docs    the documentation site: build/site/index.html"
-	@echo "make man     docs/man/kvstore.1 anew from the command line"
+	@echo "make man     docs/man/kvstore.1 and the table of cache flags anew from the command line"
 	@echo "make clean   remove .venv and build"
 
 setup: .venv/.ready

@@ -73,13 +73,8 @@ class Warmth:
         self._lock = threading.Lock()
 
     @property
-    def pace_ns(self) -> int:
-        """The usual time between two uses of the same prefix."""
-        return self._pace
-
-    @property
     def margin_ns(self) -> int:
-        """How much warmer than the coldest leaf a new node must be."""
+        """How much warmer than the coldest leaf a new node must be: a part of the usual time between two uses."""
         return int(_MARGIN * self._pace)
 
     def used(self, path: Sequence[str], now_ns: int) -> None:

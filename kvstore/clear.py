@@ -21,6 +21,7 @@ from pathlib import Path
 from kvstore.context import Context
 from kvstore.directory import unavailable
 from kvstore.errors import KVStoreError
+from kvstore.fs import allocated_bytes
 from kvstore.gc import Policy, collect
 from kvstore.layout import Layout, NodeName
 from kvstore.locks import gc_lock
@@ -204,7 +205,7 @@ class _Clearing:
                 if not path.is_file() or self._keeps(namespace):
                     continue
                 status = os.stat(path, follow_symlinks=False)
-                file = Doomed(path, status.st_blocks * 512, status.st_mtime_ns, status.st_ctime_ns)
+                file = Doomed(path, allocated_bytes(status), status.st_mtime_ns, status.st_ctime_ns)
                 self._report.namespaces += self._sweeper.remove(file)
 
     def _described(self) -> list[str]:

@@ -72,7 +72,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that a staging folder belongs to, as its name says: ``<host>.<boot>.<pid>.<random>``."""
+    """The process that a staging folder belongs to, as its name says: ``<host>.<boot>.<pid>.<8 hex>``."""
 
     host: str
     boot: str

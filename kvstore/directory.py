@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore._version import __version__
+from kvstore.commit import put_file
 from kvstore.context import Clock, Context
 from kvstore.errors import FormatVersionError, IntervalMismatchError, NotACacheDirectoryError, UnavailableError
 from kvstore.fs import Durability, FileSystem
@@ -35,7 +36,6 @@ __all__ = [
     "open_directory",
     "read_config",
     "unavailable",
-    "write_file",
 ]
 
 DEFAULT_INTERVAL = 2048
@@ -185,8 +185,8 @@ def fill(fs: FileSystem, layout: Layout, interval: int, clock: Clock) -> dict[st
         with publish_lock(layout):
             found = read_config(fs, layout)
             if found is None:
-                write_file(context, layout.tag, CACHEDIR_TAG)
-                write_file(context, layout.config, json.dumps(config, indent=2).encode() + b"\n")
+                put_file(context, layout.tag, [CACHEDIR_TAG])
+                put_file(context, layout.config, [json.dumps(config, indent=2).encode() + b"\n"])
                 found = config
     finally:
         context.staging.close()
@@ -199,19 +199,3 @@ def complete(fs: FileSystem, layout: Layout) -> None:
         if not folder.is_dir():
             with suppress(OSError):
                 fs.make_dir(folder)
-
-
-def write_file(context: Context, path: Path, data: bytes) -> None:
-    """A small file, whole or not at all."""
-    fd, staged = context.staging.create()
-    try:
-        try:
-            context.fs.write(fd, [data])
-            context.fs.sync_file(fd)
-        finally:
-            os.close(fd)
-        context.fs.rename(staged, path)
-    except BaseException:
-        context.staging.discard(staged)
-        raise
-    context.fs.sync_dir(path.parent)

@@ -7,7 +7,7 @@
       objects/nodes/<ns>/<2 hex of parent>/<manifest>.kv | .state
       objects/blocks/<2 hex>/<digest>
       objects/tokens/<2 hex>/<key>
-      stats/<host>.<boot>.<pid>.<random>.json | folded.<random>.json
+      stats/<host>.<boot>.<pid>.<8 hex>.json | folded.<8 hex>.json
       tmp/  locks/  quarantine/
 
 Pure path arithmetic: nothing here opens, lists or creates.
@@ -22,10 +22,9 @@ from typing import Literal, TypeAlias
 
 from kvstore.keys import Key
 
-__all__ = ["FANOUT", "KINDS", "Kind", "Layout", "NodeName"]
+__all__ = ["FANOUT", "Kind", "Layout", "NodeName"]
 
 Kind: TypeAlias = Literal["kv", "state"]
-KINDS: tuple[Kind, ...] = ("kv", "state")
 
 FANOUT = tuple(f"{byte:02x}" for byte in range(256))
 """Folder names of the one level of fan-out; measured: two levels never win below a million files."""

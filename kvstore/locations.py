@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 import platformdirs
 
-__all__ = ["VARIABLE", "Mount", "Place", "default_directory", "mount_of", "place_of", "warnings_for"]
+__all__ = ["VARIABLE", "Mount", "Place", "mount_of", "place_of", "warnings_for"]
 
 VARIABLE = "KVSTORE_DIR"
 """The environment variable that names a directory for whoever names none."""
@@ -81,11 +81,6 @@ def place_of(given: str | os.PathLike[str] | None = None) -> Place:
     if named := os.environ.get(VARIABLE, "").strip():
         return Place(_absolute(named), "environment")
     return Place(platformdirs.user_cache_path("kvstore", appauthor=False) / "kv", "default")
-
-
-def default_directory() -> Path:
-    """Where a cache directory lies when the caller names none; see place_of."""
-    return place_of().path
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:

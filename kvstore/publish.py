@@ -145,7 +145,7 @@ def _require(space: Space, chunk: Chunk) -> None:
 def _blocks_before(space: Space, chunk: Chunk, border: int) -> tuple[BlockRef, ...]:
     """Blocks that hold the chunk's tokens up to border, from any node that shares them and has a border there.
 
-    None at all for a tail that ends there without any: its engine keeps nothing per token.
+    Empty for a tail that ends there and has none: its engine keeps nothing per token.
     """
     wanted = border - chunk.first
     found = sharing(names(space, chunk.parent), chunk.tokens[: wanted * TOKEN_BYTES])
@@ -187,6 +187,8 @@ def publish_state(space: Space, packed: bytes, state: State) -> Published:
 
     Raises MissingParentError when they are not in the store; otherwise as publish.
     """
+    if not packed:
+        raise PublishError("there is nothing to publish")
     *_, chunk = chunks(space, packed)
     end = chunk.first + chunk.count
     _require(space, chunk)

@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.children import exact
-from kvstore.children import names as children
+from kvstore.children import exact, names
 from kvstore.commit import node_path
 from kvstore.context import Space
+from kvstore.errors import PublishError
 from kvstore.layout import NAME_KEY_BYTES
 from kvstore.lookup import chunks
 
-__all__ = ["Standing", "names", "standing"]
+__all__ = ["Standing", "chunk_names", "standing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +28,19 @@ class Standing:
     stands_on: frozenset[Path]
 
 
-def names(space: Space, packed: bytes) -> list[str]:
+def chunk_names(space: Space, packed: bytes) -> list[str]:
     """What the nodes of a prompt are called, from the root on, whether they are there or not: its full chunks only."""
     interval = space.context.interval
     return [_name(chunk.key) for chunk in chunks(space, packed) if chunk.count == interval]
 
 
 def standing(space: Space, packed: bytes) -> Standing:
-    """Where the node at the end of these tokens will stand. packed must not be empty."""
+    """Where the node at the end of these tokens will stand. Raises PublishError when there are none."""
+    if not packed:
+        raise PublishError("there is nothing to publish")
     *before, last = chunks(space, packed)
     stands_on = {node_path(space, chunk) for chunk in before[-1:]}
-    for name in exact(children(space, last.parent), last.parent, last.tokens):
+    for name in exact(names(space, last.parent), last.parent, last.tokens):
         if name.count < last.count:
             stands_on.add(space.context.layout.node(space.id, name))
     return Standing(_name(last.key), _name(before[-1].key) if before else None, frozenset(stands_on))

@@ -20,8 +20,9 @@ from types import TracebackType
 from typing import Self
 
 from kvstore.blocks import Span
+from kvstore.commit import put_file
 from kvstore.context import Clock, Context, Counters, Space
-from kvstore.directory import DEFAULT_INTERVAL, open_directory, unavailable, write_file
+from kvstore.directory import DEFAULT_INTERVAL, open_directory, unavailable
 from kvstore.errors import KVStoreError
 from kvstore.fs import Durability, FileSystem
 from kvstore.keys import pack_tokens
@@ -32,7 +33,7 @@ from kvstore.prefilled import find_prefilled
 from kvstore.publish import Published, publish, publish_state
 from kvstore.renewal import Renewal
 from kvstore.restore import THREADS, Allocate, Restored, read
-from kvstore.standing import Standing, names, standing
+from kvstore.standing import Standing, chunk_names, standing
 from kvstore.states import AllocateState, Scalar, State, read_state, state_size
 from kvstore.tokenizations import Tokenizations
 
@@ -167,7 +168,7 @@ class Namespace:
 
     def names(self, tokens: Iterable[int] | bytes) -> list[str]:
         """What the full chunks of a prompt are called, saved or not: keys for kvstore.admission."""
-        return names(self._space, pack_tokens(tokens))
+        return chunk_names(self._space, pack_tokens(tokens))
 
     def standing(self, tokens: Iterable[int] | bytes) -> Standing:
         """What the node at the end of these tokens is called, and what its publish will refer to."""
@@ -220,4 +221,4 @@ class Namespace:
         context = self._space.context
         path = context.layout.namespace_file(self.id)
         if not path.exists():
-            write_file(context, path, self._space.info.document(context.clock() / 1e9))
+            put_file(context, path, [self._space.info.document(context.clock() / 1e9)])

@@ -15,6 +15,7 @@ from stat import S_ISREG
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from kvstore.context import Context, remove_staged
+from kvstore.fs import allocated_bytes
 from kvstore.holds import ShortHolds
 from kvstore.layout import Layout
 from kvstore.locks import publish_lock
@@ -150,7 +151,7 @@ def _files_in(folder: Path) -> int:
             inside = [entry.stat(follow_symlinks=False) for entry in entries]
     except OSError:
         return 0
-    return sum(status.st_blocks * 512 for status in inside if S_ISREG(status.st_mode))
+    return sum(allocated_bytes(status) for status in inside if S_ISREG(status.st_mode))
 
 
 def path_of(file: Doomed) -> tuple[Path]:

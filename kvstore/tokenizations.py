@@ -17,6 +17,7 @@ from kvstore.commit import make_folders
 from kvstore.context import Context
 from kvstore.keys import TOKEN_BYTES, checksum, request_key
 from kvstore.manifest import newer_format
+from kvstore.staged import stage
 
 __all__ = ["Tokenizations", "decode"]
 
@@ -70,15 +71,11 @@ class Tokenizations:
         if len(tokens) > MAX_TOKENS * TOKEN_BYTES or (path.exists() and path not in context.damaged):
             return
         body = _HEAD.pack(MAGIC, FORMAT, len(tokens) // TOKEN_BYTES, key, context.clock()) + tokens
-        fd, staged = context.staging.create()
+        staged = stage(context, [body, checksum(body)])
         try:
-            try:
-                context.fs.write(fd, [body, checksum(body)])
-                context.fs.sync_file(fd)
-            finally:
-                os.close(fd)
             make_folders(context, path.parent)
-            # Equal keys have equal tokens, so a rename over an entry changes nothing but a damaged one.
+            # Equal keys have equal tokens, so a rename over an entry changes nothing but a damaged one. The folder is
+            # not synced: an entry that a power cut takes costs one tokenization.
             context.fs.rename(staged, path)
         except BaseException:
             context.staging.discard(staged)

@@ -1,7 +1,7 @@
-"""docs/man/kvstore.1, made of the command line itself: `make man`.
+"""docs/man/kvstore.1 and the table of cache flags in docs/commands.md, made of the command line itself: `make man`.
 
 One page for all commands: none has more than a handful of options, and a reader who searches for a flag finds it
-wherever it belongs. The page is committed, so that who packages kvstore needs nothing but the source tree, and the
+wherever it belongs. The page is committed, so that whoever packages kvstore needs nothing but the source tree, and the
 wheel carries it to share/man/man1. Flags of mlx-lm are not in it: the page would depend on the release that happened
 to be installed where it was made.
 """
@@ -22,10 +22,14 @@ from kvstore._version import __version__
 from kvstore.cli.adapters import adapter_commands, parser_of, summary
 from kvstore.cli.app import app
 from man_text import ROOT_SECTIONS, TAIL_SECTIONS, literal, paragraphs, roff, tagged
+from page import markers, put
 
-__all__ = ["main", "page"]
+__all__ = ["flags_table", "main", "page"]
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "man" / "kvstore.1"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = DOCS / "man" / "kvstore.1"
+FLAGS_PAGE = DOCS / "commands.md"
+FLAGS = markers("cache-flags")
 
 ENGINES = {"serve": "mlx_lm.server", "generate": "mlx_lm.generate", "chat": "mlx_lm.chat"}
 
@@ -46,18 +50,33 @@ def page() -> str:
     ]
     for entry in adapter_commands():
         lines += _adapter_command(entry.name, summary(entry))
-    cache_flags = parser_of("serve", engine_flags=False)
-    assert cache_flags is not None
     lines += [
         ".SH CACHE FLAGS",
         *paragraphs(
             "Of `kvstore serve`, `generate` and `chat`, beside all flags of the mlx-lm command of that name, which "
             "`--help` lists. Without `--kv-cache-dir` each is exactly mlx-lm's command."
         ),
-        *_arguments(cache_flags),
+        *_arguments(_cache_flags()),
         *TAIL_SECTIONS,
     ]
     return "\n".join(lines) + "\n"
+
+
+def _cache_flags() -> argparse.ArgumentParser:
+    parser = parser_of("serve", engine_flags=False)
+    assert parser is not None
+    return parser
+
+
+def flags_table() -> str:
+    """The cache flags with what `--help` says of each, as a table in Markdown."""
+    rows = ["| flag | |", "|---|---|"]
+    for action in _shown(_cache_flags()):
+        name = str(action.metavar or action.dest).upper()
+        value = "" if action.nargs == 0 else f" [{name}]" if action.nargs == "?" else f" {name}"
+        text = (action.help or "").replace("%%", "%").replace("|", r"\|")
+        rows.append(f"| `{action.option_strings[0]}{value}` | {text} |")
+    return "\n".join(rows) + "\n"
 
 
 def _store_commands() -> dict[str, Any]:
@@ -118,10 +137,7 @@ def _adapter_command(name: str, about: str) -> Iterator[str]:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """The arguments of an argparse parser, but --help."""
-    for action in parser._actions:  # noqa: SLF001 - argparse has no other way to ask
-        if "--help" in action.option_strings or action.help == argparse.SUPPRESS:
-            continue
+    for action in _shown(parser):
         name = str(action.metavar or action.dest).upper()
         value = "" if action.nargs == 0 else rf"[\fI{roff(name)}\fR]" if action.nargs == "?" else rf"\fI{roff(name)}\fR"
         flags = ", ".join(literal(flag) for flag in action.option_strings)
@@ -129,12 +145,18 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
         yield from tagged(f"{flags} {value}".strip(), text if text.endswith(".") else f"{text}.")
 
 
+def _shown(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """The arguments of an argparse parser, but --help."""
+    actions = parser._actions  # noqa: SLF001 - argparse has no other way to ask
+    return [each for each in actions if "--help" not in each.option_strings and each.help != argparse.SUPPRESS]
+
+
 def _heading(name: str, *rest: str) -> str:
     return f'.SS "{roff(" ".join(["kvstore", name, *rest]))}"'
 
 
 def main() -> int:
-    """Write the page, or with --check say whether the written one is it."""
+    """Write both, or with --check say whether the written page is as the command line."""
     parser = argparse.ArgumentParser(prog="man_page.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when the page is another")
     options = parser.parse_args()
@@ -146,7 +168,7 @@ def main() -> int:
     PAGE.parent.mkdir(parents=True, exist_ok=True)
     PAGE.write_text(text, encoding="utf-8")
     print(f"wrote {PAGE}")
-    return 0
+    return 0 if put(FLAGS_PAGE, FLAGS, flags_table()) else 1
 
 
 if __name__ == "__main__":

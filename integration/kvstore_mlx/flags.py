@@ -72,13 +72,13 @@ class CacheArguments:
             "--kv-cache-size",
             metavar="SIZE",
             type=_size,
-            help=f"Budget of the directory, oldest prompts go first (default: {DEFAULT_SIZE})",
+            help=f"Budget of the directory, least recently used prompts go first (default: {DEFAULT_SIZE})",
         )
         group.add_argument(
             "--kv-cache-interval",
             metavar="TOKENS",
             type=_interval,
-            help=f"Tokens a chunk, fixed when the directory is created (default: {DEFAULT_INTERVAL})",
+            help=f"Tokens per chunk, fixed when the directory is created (default: {DEFAULT_INTERVAL})",
         )
         group.add_argument(
             "--kv-cache-durability",

@@ -19,7 +19,7 @@ from kvstore.errors import KVStoreError
 from kvstore.store import Store
 from kvstore_mlx.flags import CacheArguments
 from kvstore_mlx.parsers import parser
-from kvstore_mlx.wrapping import Refusal, leave, open_store, run_engine, settings_of
+from kvstore_mlx.wrapping import CommandRefused, leave, open_store, run_engine, settings_of
 
 __all__ = ["chat", "generate", "parser"]
 
@@ -43,7 +43,7 @@ def _command(name: str, argv: Sequence[str]) -> int:
     try:
         module = importlib.import_module(f"mlx_lm.{name}")
     except ImportError as error:
-        raise Refusal(
+        raise CommandRefused(
             name, f"mlx-lm cannot be imported ({error}); install it with: pip install 'kvstore-llm[mlx]'"
         ) from None
     opened: list[Cached] = []
@@ -68,10 +68,10 @@ def _command(name: str, argv: Sequence[str]) -> int:
 
 
 def _open(name: str, module: ModuleType, arguments: argparse.Namespace, cache: CacheArguments) -> Cached:
-    """The cache of one command; Refusal with one sentence when there can be none."""
+    """The cache of one command; CommandRefused with one sentence when there can be none."""
     model = arguments.model or vars(module)["DEFAULT_MODEL"]
     if model.startswith(("/", ".", "~")) and not Path(model).exists():
-        raise Refusal(name, f"cannot load the model {model}: there is no such folder")
+        raise CommandRefused(name, f"cannot load the model {model}: there is no such folder")
     if sys.stderr.isatty() or cache.explain:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
@@ -81,7 +81,7 @@ def _open(name: str, module: ModuleType, arguments: argparse.Namespace, cache: C
         settings = settings_of(arguments, cache)
         store = open_store(cache)
     except KVStoreError as error:
-        raise Refusal(name, error) from None
+        raise CommandRefused(name, error) from None
     draft = getattr(arguments, "draft_model", None)
     return Cached(store, (model, arguments.adapter_path, draft), settings, cache)
 

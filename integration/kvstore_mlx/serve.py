@@ -15,7 +15,7 @@ from typing import Any
 from kvstore.errors import KVStoreError
 from kvstore_mlx.flags import CacheArguments
 from kvstore_mlx.parsers import parser
-from kvstore_mlx.wrapping import Refusal, leave, open_store, replaced, run_engine, settings_of
+from kvstore_mlx.wrapping import CommandRefused, leave, open_store, replaced, run_engine, settings_of
 
 __all__ = ["command", "parser"]
 
@@ -27,7 +27,7 @@ def command(argv: Sequence[str]) -> int:
     try:
         from mlx_lm import server  # noqa: PLC0415 - takes a second; only this command pays it
     except ImportError as error:
-        raise Refusal(
+        raise CommandRefused(
             "serve", f"mlx-lm cannot be imported ({error}); install it with: pip install 'kvstore-llm[mlx]'"
         ) from None
 
@@ -54,14 +54,14 @@ def command(argv: Sequence[str]) -> int:
 
 
 def _serve(server: ModuleType, cache: CacheArguments, host: str, port: int, provider: Any) -> None:
-    """Serve with a cache directory until told to stop; Refusal with one sentence when that cannot be done."""
+    """Serve with a cache directory until told to stop; CommandRefused with one sentence when that cannot be done."""
     from kvstore_mlx.running import RunningServer  # noqa: PLC0415 - imports the engine
 
     try:
         settings = settings_of(provider.cli_args, cache)
         store = open_store(cache)
     except KVStoreError as error:
-        raise Refusal("serve", error) from None
+        raise CommandRefused("serve", error) from None
     with store:
         running = RunningServer(server, store, cache, provider, settings=settings)
         with replaced(
@@ -71,4 +71,4 @@ def _serve(server: ModuleType, cache: CacheArguments, host: str, port: int, prov
         ):
             failure = running.serve(host, port)
     if failure is not None:
-        raise Refusal("serve", failure)
+        raise CommandRefused("serve", failure)

@@ -22,12 +22,12 @@ from kvstore.store import Store
 from kvstore_mlx.flags import CacheArguments
 from kvstore_mlx.versions import check_versions
 
-__all__ = ["Refusal", "leave", "open_store", "replaced", "run_engine", "settings_of"]
+__all__ = ["CommandRefused", "leave", "open_store", "replaced", "run_engine", "settings_of"]
 
 log = logging.getLogger("kvstore")
 
 
-class Refusal(SystemExit):
+class CommandRefused(SystemExit):
     """A command cannot do what it was asked to; printed as one sentence, exit code 1."""
 
     def __init__(self, command: str, reason: object) -> None:

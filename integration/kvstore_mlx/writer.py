@@ -45,9 +45,9 @@ MAX_QUEUED_BYTES = 1 << 30
 """Copies that wait to be written. A chunk of an 8B model is 288 MiB, so three of them."""
 
 BUSY_SHARE = 0.015
-"""The part of its time that the thread works while the engine makes tokens. A chunk of an 8B model takes nine seconds
-then, and the tokens of these come 2 % later at most; at full speed it takes 0.2 s and costs a third of them (`bench
-decode`)."""
+"""The part of its time that the thread works while the engine makes tokens: a chunk of an 8B model is then some ten
+seconds on its way, and costs the tokens of these a few hundredths; at full speed it would cost a third of the tokens of
+a fraction of a second (`bench decode` measures both)."""
 
 PREFILL_SHARE = 0.1
 """The same during a prefill, which such a chunk delays by the same in all, fast or slow: what counts is that the copies

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 
+from kvstore.commit import put_file
 from kvstore.context import Context
-from kvstore.directory import MIN_INTERVAL, write_file
+from kvstore.directory import MIN_INTERVAL
 from kvstore.errors import DamagedManifestError
 from kvstore.fsck.findings import Problem
 from kvstore.fsck.values import seen_of
@@ -65,5 +66,5 @@ def restore_interval(context: Context, problem: Problem) -> None:
         return
     data, _ = context.fs.read_file(problem.path, MAX_MANIFEST_BYTES)
     document = {**json.loads(data), "interval": problem.first}
-    write_file(context, problem.path, json.dumps(document, indent=2).encode() + b"\n")
+    put_file(context, problem.path, [json.dumps(document, indent=2).encode() + b"\n"])
     problem.solved("put back; restart what uses this directory, and check again")

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvstore.commit import free_quarantine
+from kvstore.commit import free_quarantine, put_file
 from kvstore.context import Context, Owner, remove_staged
-from kvstore.directory import CACHEDIR_TAG, write_file
+from kvstore.directory import CACHEDIR_TAG
 from kvstore.eviction import PROTECT_NS, young
 from kvstore.fsck.findings import Action, Problem
 from kvstore.fsck.interval import restore_interval
@@ -118,7 +118,7 @@ class _Repair:
             self.set_aside([problem])
             if os.path.lexists(problem.path):
                 return
-        write_file(self._context, problem.path, CACHEDIR_TAG)
+        put_file(self._context, problem.path, [CACHEDIR_TAG])
         problem.solved("written")
 
     def touch(self, problem: Problem) -> None:

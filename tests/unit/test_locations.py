@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import locations
-from kvstore.locations import Mount, Place, default_directory, mount_of, place_of, warnings_for
+from kvstore.locations import Mount, Place, mount_of, place_of, warnings_for
 
 
 @pytest.fixture(autouse=True)
@@ -28,18 +28,18 @@ def home(tmp_path, monkeypatch):
 
 def test_by_default_it_is_among_the_users_caches(home, monkeypatch):
     monkeypatch.setattr("sys.platform", "linux")
-    assert default_directory().is_relative_to(home)
-    assert default_directory().parts[-2:] == ("kvstore", "kv")
-    assert warnings_for(default_directory()) == []
+    assert place_of().path.is_relative_to(home)
+    assert place_of().path.parts[-2:] == ("kvstore", "kv")
+    assert warnings_for(place_of().path) == []
 
 
 def test_an_environment_variable_overrides_it(home, monkeypatch):
     monkeypatch.setenv("KVSTORE_DIR", "~/elsewhere")
-    assert default_directory() == home / "elsewhere"
+    assert place_of().path == home / "elsewhere"
     monkeypatch.setenv("KVSTORE_DIR", " ")
-    assert default_directory().name == "kv"
+    assert place_of().path.name == "kv"
     monkeypatch.setenv("KVSTORE_DIR", "relative")
-    assert default_directory() == Path.cwd() / "relative"
+    assert place_of().path == Path.cwd() / "relative"
 
 
 def test_what_is_given_comes_before_the_environment_and_that_before_the_default(home, monkeypatch):

@@ -54,6 +54,12 @@ def test_the_page_is_what_the_tool_makes(text):
     assert text == man_page.page(), "the command line changed: run `make man`"
 
 
+def test_the_table_of_cache_flags_is_what_the_tool_makes():
+    written = man_page.FLAGS.search(man_page.FLAGS_PAGE.read_text(encoding="utf-8"))
+    assert written[0] == written[1] + man_page.flags_table() + written[2], "a cache flag changed: run `make man`"
+    assert written[0].count("| `--kv-cache-") == 14
+
+
 def test_every_command_has_a_section(text):
     headings = [heading.split()[1] for heading in sections(text) if heading.startswith("kvstore ")]
     assert headings[:14] == sorted(man_page._store_commands())
@@ -134,8 +140,11 @@ def test_a_wheel_brings_it_where_man_looks():
 
 def test_check_tells_an_old_page(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(man_page, "PAGE", tmp_path / "man" / "kvstore.1")
+    monkeypatch.setattr(man_page, "FLAGS_PAGE", tmp_path / "commands.md")
+    man_page.FLAGS_PAGE.write_text("<!-- cache-flags: begin -->\n<!-- cache-flags: end -->\n")
     monkeypatch.setattr("sys.argv", ["man_page.py"])
     assert man_page.main() == 0
+    assert "--kv-cache-dir" in man_page.FLAGS_PAGE.read_text()
     monkeypatch.setattr("sys.argv", ["man_page.py", "--check"])
     assert man_page.main() == 0
     man_page.PAGE.write_text(man_page.PAGE.read_text() + ".PP\n")

@@ -39,6 +39,7 @@ from kvstore import (
     MissingParentError,
     PublishError,
     Span,
+    State,
     TensorSpec,
     TokenError,
     UnavailableError,
@@ -483,3 +484,11 @@ def test_a_failed_publish_leaves_no_staged_file(tmp_path, store, space):
     assert [path for path in (tmp_path / "cache" / "tmp").rglob("*") if path.is_file()] == []
     store.close()
     assert FAST.read_file(tmp_path / "cache" / "kvstore.json", 1000)
+
+
+def test_a_state_of_nothing_is_refused_and_counted(store, space):
+    with pytest.raises(PublishError, match="nothing to publish"):
+        space.publish_state([], State((), ()))
+    assert store.counters.failed_publishes == 1
+    with pytest.raises(PublishError, match="nothing to publish"):
+        space.standing([])
