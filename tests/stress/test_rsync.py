@@ -29,6 +29,9 @@ PROMPTS = [prompt(40, seed) for seed in range(30)]
 OWN = prompt(40, 1000)
 """What the target had before."""
 
+OLD_S = 3 * 86400
+"""How old the source is: rsync keeps its times, and only the time of the copy's last change shows that it is new."""
+
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -42,12 +45,15 @@ def place():
 
 
 def fill(place: Path) -> tuple[Path, Path]:
-    """A source of 30 conversations, two of them with states, and a target with one of its own."""
+    """A source of 30 conversations, days old and two of them with states, and a target with one of its own."""
     with open_store(place / "source") as store:
         for tokens in PROMPTS:
             publish(store.namespace(INFO), tokens)
         for tokens in PROMPTS[:2]:
             store.namespace(INFO).publish_state(tokens, state(5))
+    then = time.time() - OLD_S
+    for path in (place / "source").rglob("*"):
+        os.utime(path, (then, then))
     with open_store(place / "target") as store:
         publish(store.namespace(TENANT), OWN)
     return place / "source", place / "target"
