@@ -38,10 +38,13 @@ DTYPES: dict[Any, str] = {
 }
 """MLX dtypes that a block can hold, by their safetensors names."""
 
-_PIECE = 1 << 17
+_PIECE = 1 << 18
 _PROBE_BYTES = (64 << 20) + PAGE
 """More than glibc's malloc keeps free at the top of its heap, where addresses say nothing: twice the largest size that
 it does not take new pages for (DEFAULT_MMAP_THRESHOLD_MAX). Nobody touches it."""
+
+_PLUS_INFINITY = {"F32": (4, 0x7F800000), "F16": (2, 0x7C00), "BF16": (2, 0x7F80), "F64": (8, 0x7FF0 << 48)}
+"""Of the floating-point dtypes: bytes of a word, and the word."""
 
 _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
@@ -153,22 +156,21 @@ def has_non_finite(data: Any, dtype: str, *, but_minus: bool = False) -> bool:
 
     but_minus: minus infinity is allowed.
 
-    Integers on purpose: numpy has no bfloat16, and this runs off the generation thread, where MLX must not be used.
+    Integers on purpose: numpy has no bfloat16, and this runs off the generation thread, where MLX must not be used. As
+    such, words with that exponent are the largest of their sign: taken as signed the largest word tells of those
+    without a sign, taken as unsigned of those with one, whose least is minus infinity. Nothing is made on the way.
     """
-    kinds: dict[str, tuple[Any, int]] = {
-        "F32": (np.uint32, 0x7F800000),
-        "F16": (np.uint16, 0x7C00),
-        "BF16": (np.uint16, 0x7F80),
-        "F64": (np.uint64, 0x7FF0 << 48),
-    }
-    if dtype not in kinds:
+    if dtype not in _PLUS_INFINITY:
         return False
-    unsigned, exponent = kinds[dtype]
-    words = np.frombuffer(data, dtype=unsigned)
-    if but_minus:
-        words = words[words != exponent | 1 << 8 * words.itemsize - 1]
-    # In pieces, so that what is made on the way stays small and in the processor's cache.
-    return any((words[at : at + _PIECE] & exponent).max() == exponent for at in range(0, words.size, _PIECE))
+    size, plus = _PLUS_INFINITY[dtype]
+    unsigned = np.frombuffer(data, dtype=f"u{size}")
+    signed = unsigned.view(f"i{size}")
+    with_sign = (plus | 1 << 8 * size - 1) + but_minus
+    # In pieces, so that the second look finds them in the processor's cache.
+    return any(
+        signed[at : at + _PIECE].max() >= plus or unsigned[at : at + _PIECE].max() >= with_sign
+        for at in range(0, unsigned.size, _PIECE)
+    )
 
 
 def address_phase() -> int:

@@ -143,6 +143,35 @@ def test_nan_and_infinity_are_seen(dtype, name):
     assert not has_non_finite(copy_rows(largest, 0, 0, 1), name)
 
 
+_EXPONENTS = {"F16": (2, 0x7C00), "BF16": (2, 0x7F80), "F32": (4, 0x7F800000), "F64": (8, 0x7FF0 << 48)}
+
+
+def _words_of(name):
+    """Each word of 16 bits; of the longer ones those around every border, and some thousands of any."""
+    size, exponent = _EXPONENTS[name]
+    if size == 2:
+        return np.arange(1 << 16, dtype=np.uint16)
+    sign = 1 << 8 * size - 1
+    borders = [0, 1, exponent - 1, exponent, exponent + 1, exponent | exponent >> 9, sign - 1]
+    any_word = np.random.default_rng(7).integers(0, 1 << 8 * size, 4000, dtype=f"u{size}")
+    some = np.array([word | minus for word in borders for minus in (0, sign)], dtype=f"u{size}")
+    return np.concatenate([some, any_word, any_word | exponent])
+
+
+@pytest.mark.parametrize("but_minus", [False, True])
+@pytest.mark.parametrize("name", _EXPONENTS)
+def test_a_word_is_no_number_when_its_exponent_is_all_ones(name, but_minus):
+    """Alone, and beside zeros of both signs and the largest numbers."""
+    size, exponent = _EXPONENTS[name]
+    sign = 1 << 8 * size - 1
+    beside = np.array([0, sign, exponent - 1, exponent - 1 | sign], dtype=f"u{size}")
+    assert not has_non_finite(beside.data, name, but_minus=but_minus)
+    for word in _words_of(name):
+        expected = int(word) & exponent == exponent and not (but_minus and int(word) == exponent | sign)
+        assert has_non_finite(word.tobytes(), name, but_minus=but_minus) is expected, hex(word)
+        assert has_non_finite(beside.tobytes() + word.tobytes(), name, but_minus=but_minus) is expected, hex(word)
+
+
 def test_what_a_block_cannot_hold_is_refused():
     with pytest.raises(ValueError, match="cannot be cut by token"):
         part_of("x", mx.zeros((2, 3)))
