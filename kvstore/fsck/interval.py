@@ -3,11 +3,18 @@
 Every manifest records the interval it was made with. When none in the directory has the interval of kvstore.json and
 all have the same other one, the repair is to put that back; but never one that no directory can have, and that makes
 kvstore refuse it.
+
+When some have the interval of kvstore.json, the digit may have been wrong for a while, with a prompt saved meanwhile.
+Which of the two is right only a person can say. So manifests of another interval that a directory can have are no
+damage: they are reported, and stay where they are.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
 
 from kvstore.commit import put_file
 from kvstore.context import Context
@@ -24,21 +31,42 @@ _CODES = {"manifest-interval", "manifest-damaged"}
 
 
 def judge_interval(context: Context, problems: list[Problem], whole: int) -> None:
-    """Replace the problems of all manifests by one of kvstore.json, when that is what is wrong.
+    """Replace the problems of all manifests by one of kvstore.json, when that is what is wrong; else leave whole
+    manifests of another interval alone.
 
     whole: manifests and states that are of the directory's interval.
     """
-    if whole:
-        return
-    intervals = {}
+    intervals: dict[Path, int] = {}
     for problem in problems:
         if problem.code in _CODES and (interval := _interval_of(context, problem)) is not None:
             intervals[problem.path] = interval
-    if len(set(intervals.values())) != 1 or context.interval in intervals.values():
+    others = Counter(interval for interval in intervals.values() if interval != context.interval)
+    if not whole and len(others) == 1 and len(intervals) == others.total():
+        if _is_possible(interval := next(iter(others))):
+            _blame_config(context, problems, intervals, interval)
         return
-    interval = next(iter(intervals.values()))
-    if not MIN_INTERVAL <= interval <= MAX_INTERVAL:
-        return
+    for problem in problems:
+        interval = intervals.get(problem.path, context.interval)
+        if interval != context.interval and _is_possible(interval):
+            problem.action = "none"
+            problem.sentence = (
+                f"It was saved with {interval} tokens a chunk, like {_manifests(others[interval])}, and kvstore.json "
+                f"says {context.interval}, like {_manifests(whole)}; so it is whole, and not found. If {interval} is "
+                "right, write that into kvstore.json and restart what uses this directory; else `gc` removes it as "
+                "it does what is not used."
+            )
+
+
+def _is_possible(interval: int) -> bool:
+    """Whether a directory can have an interval."""
+    return MIN_INTERVAL <= interval <= MAX_INTERVAL
+
+
+def _manifests(number: int) -> str:
+    return f"{number:,} manifest{'' if number == 1 else 's'} here"
+
+
+def _blame_config(context: Context, problems: list[Problem], intervals: Collection[Path], interval: int) -> None:
     config = context.layout.config
     sentence = (
         f"It says {context.interval} tokens a chunk, and all {len(intervals)} manifests were saved with {interval}; "

@@ -328,7 +328,7 @@ CASES = {
     "manifests swapped": Case("manifest-misnamed", lambda root: swapped(node(root, LONG), node(root, OTHER))),
     "manifest with other rungs": Case("manifest-misnamed", other_rungs),
     "manifest in another namespace": Case("manifest-misnamed", other_namespace),
-    "manifest of another interval": Case("manifest-interval", other_interval),
+    "manifest of another interval": Case("manifest-interval", other_interval, left=True),
     "start that is none": Case("manifest-parent", parentless_start),
     "child of a tail": Case("manifest-parent", child_of_a_tail),
     "child too far": Case("manifest-parent", child_too_far),

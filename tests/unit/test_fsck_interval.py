@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from core_support import open_store, restore
+from core_support import open_store, restore, spans
 from fsck_support import LONG, PROMPTS, codes, make, put, run
-from gc_support import space_of
+from gc_support import manifests, space_of
 
 from kvstore.fsck import ExitCode
 from kvstore.keys import node_key, pack_tokens, root_key
@@ -50,8 +50,6 @@ def test_it_is_found_and_put_back(root, wrong):
 
 def test_a_smaller_interval_makes_manifests_too_long(tmp_path):
     """2048 that became 20: no manifest can be read as one of that interval, and none is set aside."""
-    from core_support import spans
-
     root = tmp_path / "cache"
     tokens = [*range(1, 401)]
     with open_store(root, 200) as store:
@@ -64,15 +62,45 @@ def test_a_smaller_interval_makes_manifests_too_long(tmp_path):
         assert restore(space_of(store), tokens).tokens == 400
 
 
-def test_one_manifest_of_the_directory_s_interval_is_enough_to_believe_it(root):
+@pytest.mark.parametrize("wrong", [17, 32])
+def test_what_was_saved_with_another_interval_is_whole_and_stays(root, wrong):
+    """The digit was wrong for a while, and a prompt was saved meanwhile: nobody but a person knows which is right."""
+    saved = manifests(root)
+    config = (root / "kvstore.json").read_bytes()
+    with_interval(root, wrong)
+    with open_store(root, None, create=False) as store:
+        space_of(store).publish(LONG, spans(LONG, *range(0, 40, wrong), 40))
+    meanwhile = len(manifests(root)) - len(saved)
+    for repair in (False, True):
+        report = run(root, repair=repair)
+        found = [each for each in report.findings if each.severity == "error"]
+        assert {each.code for each in found} == {"manifest-interval"}
+        assert {root / each.path for each in found} == set(saved)
+        assert report.exit_code == ExitCode.LEFT
+        for each in found:
+            assert f"saved with 16 tokens a chunk, like {len(saved)} manifests here" in each.sentence
+            assert f"says {wrong}, like {meanwhile} manifests here" in each.sentence
+    assert not list((root / "quarantine").iterdir())
+    with open_store(root, None, create=False) as store:
+        assert restore(space_of(store), LONG).tokens == 40
+    (root / "kvstore.json").write_bytes(config)
+    with open_store(root, None, create=False) as store:
+        for tokens in PROMPTS:
+            assert restore(space_of(store), tokens).tokens == len(tokens)
+
+
+def test_manifests_of_several_other_intervals_stay_too(root):
+    """None has that of kvstore.json, and they do not agree on another one."""
     with_interval(root, 32)
     with open_store(root, None, create=False) as store:
-        from core_support import spans
-
         space_of(store).publish(LONG, spans(LONG, 0, 32, 40))
-    report = run(root)
-    assert ("error", "interval-wrong") not in codes(report)
-    assert ("error", "manifest-interval") in codes(report)
+    config = root / "kvstore.json"
+    config.write_text(config.read_text().replace("32", "48"))
+    before = manifests(root)
+    report = run(root, repair=True)
+    assert {code for severity, code in codes(report) if severity == "error"} == {"manifest-interval"}
+    assert report.exit_code == ExitCode.LEFT
+    assert manifests(root) == before
 
 
 @pytest.mark.parametrize("interval", [1, 5, 15])
