@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -127,12 +127,17 @@ def choose(
     """Victims that are too old, then those of namespaces that are over their quotas by so many bytes, then as many more
     as free need bytes on disk, if there are enough. rest is called every few nodes.
     """
-    families = _Families(context, marks, blocks, policy, now_ns, rest=rest)
+    parsed = ((NodeName.parse(path.rpartition("/")[2]), used) for path, used in list(context.recent.items()))
+    recent = {found[0].key: used for found, used in parsed if found and used <= now_ns + FUTURE_NS}
+    every = _Part(range(len(marks.nodes)), tuple(marks.containers))
+    families = _Families(context, marks, blocks, policy, now_ns, part=every, recent=recent, rest=rest)
     plan = families.plan
     if policy.older_than_ns is not None:
         families.take_older(now_ns - policy.older_than_ns)
+    parts = _parts(marks, over, rest) if over else {}
     for namespace, size in (over or {}).items():
-        own = _Families(context, marks, blocks, replace(policy, namespace=namespace, warm_ns=None), now_ns, rest=rest)
+        rules, part = replace(policy, namespace=namespace, warm_ns=None), parts[namespace]
+        own = _Families(context, marks, blocks, rules, now_ns, part=part, recent=recent, rest=rest)
         own.take_contained(size)
         own.take(size)
         families.take_these(own.plan.victims)
@@ -143,10 +148,31 @@ def choose(
     return plan
 
 
-class _Families:
-    """The nodes of all namespaces as trees, while victims are picked off their leaves.
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The nodes of one namespace or of all, and which of them are contained tails: indices into the marks' nodes."""
 
-    A node is called by namespace and key. waiting counts the files that must go before a node may: its children's.
+    nodes: Sequence[int]
+    tails: Sequence[int]
+
+
+def _parts(marks: Marks, namespaces: Iterable[str], rest: Callable[[], None]) -> dict[str, _Part]:
+    """The nodes of each of these namespaces, in one pass: with many quotas a pass for each would take hours."""
+    parts: dict[str, tuple[list[int], list[int]]] = {namespace: ([], []) for namespace in namespaces}
+    for index, node in enumerate(paced(marks.nodes, rest)):
+        if found := parts.get(node.file.namespace):
+            found[0].append(index)
+    for tail in paced(marks.containers, rest):
+        if found := parts.get(marks.nodes[tail].file.namespace):
+            found[1].append(tail)
+    return {namespace: _Part(*found) for namespace, found in parts.items()}
+
+
+class _Families:
+    """The nodes of a part as trees, while victims are picked off their leaves.
+
+    A node is called by namespace and key, so no tree is in two namespaces. waiting counts the files that must go before
+    a node may: its children's. recent: when this process used a node, by its key.
     """
 
     def __init__(
@@ -157,6 +183,8 @@ class _Families:
         policy: Policy,
         now_ns: int,
         *,
+        part: _Part,
+        recent: Mapping[str, int],
         rest: Callable[[], None],
     ) -> None:
         self._context = context
@@ -164,10 +192,10 @@ class _Families:
         self._blocks = blocks
         self._policy = policy
         self._now = now_ns
+        self._part = part
+        self._recent = recent
         self._rest = rest
         self.plan = Plan()
-        parsed = ((NodeName.parse(path.rpartition("/")[2]), used) for path, used in list(context.recent.items()))
-        self._recent = {found[0].key: used for found, used in parsed if found and used <= now_ns + FUTURE_NS}
         self._taken: set[int] = set()
         self._held: int | None = None
         self._dropped: Counter[bytes] = Counter()
@@ -175,13 +203,16 @@ class _Families:
         self._kv: dict[str, int] = {}
         self._state: dict[str, int] = {}
         self._used: dict[str, int] = {}
-        for index, node in enumerate(paced(marks.nodes, rest)):
+        # A damaged manifest may name any block of its chunk, and those are its siblings': they stay until it is gone.
+        self._unsure: set[str] = set()
+        for index in paced(part.nodes, rest):
+            node = marks.nodes[index]
             file, name = node.file, node.file.place
             (self._kv if file.kind == "kv" else self._state)[name] = index
             self._waiting[file.above] += 1
             self._used[name] = max(self._used.get(name, 0), self._last_use(file))
-        # A damaged manifest may name any block of its chunk, and those are its siblings': they stay until it is gone.
-        self._unsure = {node.file.above + node.file.kind for node in marks.unreadable}
+            if node.unreadable:
+                self._unsure.add(file.above + file.kind)
         self._pass_up()
         self._heap = [entry for name in paced(self._used, rest) if (entry := self._ready(name))]
         heapq.heapify(self._heap)
@@ -200,10 +231,10 @@ class _Families:
     def take_contained(self, need: int) -> None:
         """Take tails that a sibling contains, least recently used first, until need bytes are freed."""
         nodes = self._marks.nodes
-        tails = [tail for tail in self._marks.containers if self._is_contained(tail)]
+        tails = [tail for tail in self._part.tails if self._is_contained(tail)]
         if not tails:
             return
-        left = (node for index, node in enumerate(paced(nodes, self._rest)) if index not in self._taken)
+        left = (nodes[index] for index in paced(self._part.nodes, self._rest) if index not in self._taken)
         crowds = Crowds(left, [nodes[tail] for tail in tails])
         for tail in paced(sorted(tails, key=lambda tail: self._used[nodes[tail].file.place]), self._rest):
             if self.plan.freed >= need:

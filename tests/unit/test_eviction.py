@@ -339,6 +339,44 @@ def test_a_namespace_filter_spares_the_others(store):
     assert victims(store, policy=Policy(namespace=tenant.id)) == names(tenant, prompt(20))[::-1]
 
 
+class Watched(list):
+    """Nodes that count how often one of them is looked at."""
+
+    looks = 0
+
+    def __iter__(self):
+        for node in super().__iter__():
+            self.looks += 1
+            yield node
+
+    def __getitem__(self, at):
+        self.looks += 1
+        return super().__getitem__(at)
+
+
+def test_many_quotas_look_at_no_more_nodes_than_one(wide):
+    """A server may have a hundred tenants, and what chooses holds the collector's lock."""
+    ids = []
+    for number in range(12):
+        space = space_of(wide.writer, replace(TENANT, salt=b"%d" % number))
+        for tokens in (100, 300):  # a tail and what contains it
+            publish(space, prompt(tokens), 0, tokens)
+        ids.append(space.id)
+    found = scan(wide.context)
+    marks = mark(wide.context, found.nodes)
+    now, nodes = wide.context.clock(), marks.nodes
+    assert len(marks.containers) == 12
+
+    def looks(over):
+        marks.nodes = Watched(nodes)
+        plan = choose(wide.context, marks, found.blocks, Policy(), need=0, now_ns=now, over=over)
+        assert {nodes[index].file.namespace for index in plan.victims} == set(over)
+        return marks.nodes.looks
+
+    # Each node is looked at a few times in its own namespace's turn, whose nodes are 1 of 12.
+    assert looks(dict.fromkeys(ids, 1)) < 4 * looks(dict.fromkeys(ids[:1], 1))
+
+
 def test_an_age_is_a_limit_of_its_own(store):
     space = space_of(store.writer)
     for seed, age in ((1, 100), (2, 5000)):
