@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from record_support import record
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,7 +23,12 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ctrl-C works in what tests start, also where a shell had it ignored, as it does in the background."""
+    """Ctrl-C works in what tests start, also where a shell had it ignored, as it does in the background.
+
+    Hypothesis looks at no clock, and finds the same in each run but a soak's: what is new is found there.
+    """
+    settings.register_profile("kvstore", deadline=None, derandomize=config.option.markexpr != "soak", print_blob=True)
+    settings.load_profile("kvstore")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Recorder(), "kvstore-record")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import http.client
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any, Self
 from bench_child import clean_environment
 from bench_machine import BenchError
 from fast_blas import preload_env
+from ports import free_port
 
 __all__ = ["TINY_LLAMA", "Answer", "Server", "child"]
 
@@ -103,9 +103,7 @@ class Server:
         self._port = 0
 
     def __enter__(self) -> Self:
-        with socket.socket() as probe:
-            probe.bind((_HOST, 0))
-            self._port = probe.getsockname()[1]
+        self._port = free_port(_HOST)
         env = preload_env({**clean_environment(), "PYTHONUNBUFFERED": "1"})
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(

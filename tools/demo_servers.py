@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self, cast
 
 from openai import DefaultHttpxClient, OpenAI, OpenAIError
+
+from ports import free_port
 
 __all__ = ["WARM_UP", "Answer", "DemoError", "Reuse", "Server", "parse_reuse", "tail"]
 
@@ -83,7 +84,7 @@ class Server:
         self._model = model
         self._env = {**env, "PYTHONUNBUFFERED": "1"}
         self._cache = cache
-        self._port = _free_port()
+        self._port = free_port(_HOST)
         self._process: subprocess.Popen[bytes] | None = None
         self._client = OpenAI(
             base_url=f"http://{_HOST}:{self._port}/v1",
@@ -223,9 +224,3 @@ class Server:
 
     def _failed(self, sentence: str) -> DemoError:
         return DemoError(f"{sentence}.", self.log)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        return cast("int", probe.getsockname()[1])

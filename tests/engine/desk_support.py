@@ -23,12 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from document_programs import PROGRAMS, free_port, until_ready
+from document_programs import PROGRAMS, until_ready
 from document_support import ROOT, Block, python_of
 from engine_support import polls
 
 from kvstore.keys import unpack_tokens
 from kvstore.manifest import decode
+from ports import free_port
 
 CHECKOUT = ("docs", "tools", "tests", "kvstore", "integration", "pyproject.toml", "Makefile")
 HUB = re.compile(r"\b(?:mlx-community|Qwen|HuggingFaceTB)/[\w.-]+")

@@ -20,13 +20,14 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 import tomllib
 import urllib.request
 from pathlib import Path
+
+from ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_S = 60
@@ -55,13 +56,6 @@ def main(name: str, words: list[str]) -> int:
         "open": _open,
         "xdg-open": _open,
     }[name](words)
-
-
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def until_ready(server: subprocess.Popen[bytes], port: int, log: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvstore.manifest import decode
+from ports import free_port
 
 READY_S = 60
 
@@ -32,9 +32,7 @@ class Server:
     def __init__(
         self, log: Path, model: Path | str, *flags: str, command=("-m", "kvstore", "serve"), with_model: bool = True
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.log_file = log
         named = ["--model", str(model)] if with_model else []
         with log.open("wb") as stderr:

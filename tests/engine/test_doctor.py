@@ -42,7 +42,7 @@ def test_a_machine_and_a_directory_that_go_together(tmp_path, capsys):
     assert found["versions"]["mlx"]
     measured = found["speeds"]
     assert measured["bytes_each"] == 4 << 20
-    assert all(measured[name] > 1e6 for name in ("write", "read", "publish", "restore"))
+    assert all(measured[name] > 1e5 for name in ("write", "read", "publish", "restore"))
 
 
 def test_nothing_is_left_on_the_disk(tmp_path, capsys):

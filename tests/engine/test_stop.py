@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from engine_support import conversation
+from engine_support import conversation, polls, wait_saved
 
 FLAGS = ("--kv-cache-interval", "256")
 
@@ -37,7 +37,7 @@ def test_an_idle_server_stops_at_once(serve, tiny_llama, tmp_path):
     server.chat([{"role": "user", "content": "hi"}])
     started = time.monotonic()
     assert server.stop() == 0
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20  # It waits 30 s for a request.
     assert not list((tmp_path / "cache" / "tmp").iterdir())
 
 
@@ -46,10 +46,12 @@ def test_a_second_signal_does_not_wait(serve, tiny_llama, tmp_path):
     client = threading.Thread(target=ask_and_be_cut_off, args=(server,))
     client.start()
     server.wait_log("kvstore: reused")
-    server.process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(5) == 1
+    for _ in polls(20):  # Two that come before the first is looked at are one.
+        if server.process.poll() is not None:
+            break
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+    assert server.process.poll() == 1
     assert "stopped at once" in server.log
     client.join(10)
 
@@ -69,8 +71,8 @@ def test_a_request_that_does_not_end_is_cut_off_and_what_was_saved_is_written(se
     server = serve(tiny_llama, "--kv-cache-dir", str(directory), *FLAGS, command=("-c", IMPATIENT, "serve"))
     client = threading.Thread(target=ask_and_be_cut_off, args=(server,), kwargs=more)
     client.start()
-    server.wait_log("kvstore: reused")
-    time.sleep(2)
+    tokens = int(server.wait_log(r"kvstore: reused \d+ of \d+").split()[-1])
+    wait_saved(server, directory, tokens - 1)
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(15) == 0
     assert "were cut off" in server.log

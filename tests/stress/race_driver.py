@@ -297,7 +297,8 @@ class Crew:
             self.resume(time.monotonic())
             if not self.moves():
                 self.failed.append(f"nobody has got the publish lock for {PATIENCE_S} s")
-            self.disturb(self.choose.choice(list(self.pids)))
+            if self.pids:  # Those that end when the time is over are not started anew.
+                self.disturb(self.choose.choice(list(self.pids)))
         self.resume(float("inf"))
         patience = time.monotonic() + 60
         while self.pids and time.monotonic() < patience and not self.failed:
