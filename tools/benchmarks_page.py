@@ -55,7 +55,8 @@ def load(folder: Path) -> dict[str, dict[str, Any]]:
 
 def page(documents: Mapping[str, Mapping[str, Any]]) -> str:
     """The whole page."""
-    lines = [_OPENING, *_targets(rows(documents)), ""]
+    found = rows(documents)
+    lines = [_OPENING, *_summary(found), *_targets(found), ""]
     shown = {name: document for name, document in documents.items() if document["command"] != "scale"}
     lines += ["## Conditions", "", *_conditions(shown), ""]
     seen: set[str] = set()
@@ -66,6 +67,33 @@ def page(documents: Mapping[str, Mapping[str, Any]]) -> str:
             seen.add(command)
         lines += _section(name, document)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _summary(found: Sequence[Row]) -> Iterator[str]:
+    """How many targets are met, and the musts that are not, one line a kind."""
+    measured = [row for row in found if row.sample is not None]
+    musts = sum(row.meets(row.must) for row in measured)
+    aims = sum(row.meets(row.aim) for row in measured)
+    text = f"{musts} of {len(measured)} musts are met, {aims} of {len(measured)} aims."
+    if others := len(found) - len(measured):
+        text += f" Not measured: {others}."
+    missed: dict[str, list[Row]] = {}
+    for row in measured:
+        if not row.meets(row.must):
+            missed.setdefault(row.kind, []).append(row)
+    yield from (text + (" Musts that are not met:" if missed else ""), "")
+    for kind, group in missed.items():
+        must, all_rows = group[0].limit(group[0].must), sum(row.kind == kind for row in measured)
+        yield f"- {kind}: {_range(group)} (must {must}), {len(group)} of {all_rows} rows"
+    if missed:
+        yield ""
+
+
+def _range(group: Sequence[Row]) -> str:
+    """The lowest and the highest median, the way the table writes them."""
+    row = group[0]
+    ends = sorted({f"{each.sample.median:.{row.digits}f}" for each in group if each.sample}, key=float)
+    return " to ".join(ends[:: max(1, len(ends) - 1)]) + f" {row.unit}".rstrip()
 
 
 def _targets(found: Sequence[Row]) -> Iterator[str]:

@@ -9,6 +9,7 @@ import pytest
 import bench
 import bench_machine
 import bench_quick
+import bench_restore_methods
 from bench_amplification import conversation
 from bench_kv import Payload, Shape
 from bench_machine import BenchError, data_folder, need_disk, need_memory
@@ -109,7 +110,7 @@ def test_results_are_written_whole(tmp_path):
 
 def test_the_headline_has_every_figure_that_was_promised():
     sample = Sample.of([1, 2, 4]).document()
-    others = dict.fromkeys(("raw1", "raw4", "load_prompt_cache", "mx_load"), sample)
+    others = dict.fromkeys(("raw1", "raw4", "load_prompt_cache", "mx_load_room"), sample)
     results = [
         {"tokens": tokens, "regime": regime, "store_over": others, "extra_peak_bytes": {"store": sample}}
         for tokens in (2048, 8192)
@@ -167,10 +168,36 @@ def test_restore_runs(tmp_path, capsys):
         "1",
     )
     (result,) = document["results"]
-    assert set(result["seconds"]) == {"store", "raw1", "raw4", "load_prompt_cache", "mx_load", "store1"}
+    assert set(result["seconds"]) == {"store", "raw1", "raw4", "load_prompt_cache", "mx_load_room", "store1"}
+    assert result["store_over_best_raw"] == result["store_over"]["raw4"]
     assert all(sample["n"] == 2 and sample["min"] > 0 for sample in result["seconds"].values())
     assert result["payload_bytes"] == 512 * 2 * 2 * 2 * 16 * 2
     assert "kvstore, digests verified" in capsys.readouterr().out
+
+
+def test_restore_into_new_memory_runs(tmp_path):
+    pytest.importorskip("mlx_lm")
+    lengths = ["--tokens", "512", "--fresh-rounds", "2", "--regime", "fresh"]
+    (result,) = run(tmp_path, "restore", *TOY, *lengths)["results"]
+    assert {"raw4", "raw4_populated"} < set(result["seconds"])
+    ways = [result["store_over"][name]["values"] for name in ("raw4", "raw4_populated")]
+    assert result["store_over_best_raw"]["values"] == [min(each) for each in zip(*ways, strict=True)]
+
+
+def test_what_mx_load_joins_an_engine_goes_on_with_in_place():
+    """One block or several: without room the engine would copy all of it at its first token."""
+    mx = pytest.importorskip("mlx.core")
+    cache_module = pytest.importorskip("mlx_lm.models.cache")
+    for rows in ([512], [256, 256]):
+        parts = [mx.full((2, count, 16), at + 1.0) for at, count in enumerate(rows)]
+        made = [bench_restore_methods.joined(parts, bench_restore_methods.ROOM) for _ in range(2)]
+        assert [array.shape for array in made] == [(1, 2, 768, 16)] * 2
+        cache = cache_module.KVCache()
+        cache.keys, cache.values, cache.offset = *made, 512
+        one = mx.zeros((1, 2, 1, 16))
+        keys, _ = cache.update_and_fetch(one, one)
+        assert cache.keys.shape[2] == 768
+        assert mx.array_equal(keys[0, :, :512], mx.concatenate(parts, axis=1))
 
 
 def test_publish_runs(tmp_path):

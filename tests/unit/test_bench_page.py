@@ -61,6 +61,27 @@ def test_a_verdict_is_about_the_median_and_its_direction():
     assert Row("it", 1, 2).verdict(1) == ""
 
 
+def test_the_first_screen_counts_what_the_table_says():
+    text = PAGE.read_text(encoding="utf-8")
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| ") and ("≥" in line or "≤" in line)]
+    cells = [(row[7].strip(), row[8].strip()) for row in rows if len(row) == 10]
+    for at, kind in enumerate(("musts are met,", "aims.")):
+        assert f"{sum(cell[at] == 'met' for cell in cells)} of {len(cells)} {kind}" in text
+
+
+def test_missed_musts_are_grouped_by_kind():
+    made = [Row("it", 2, 1, Sample.of([value]), unit="ms", at_most=True, detail=str(value)) for value in (3, 1.5, 4, 5)]
+    made += [Row("other", 1, 2, Sample.of([0.5])), Row("good", 1, 2, Sample.of([3])), Row("none", 1, 2)]
+    assert list(benchmarks_page._summary(made)) == [
+        "2 of 6 musts are met, 1 of 6 aims. Not measured: 1. Musts that are not met:",
+        "",
+        "- it: 3.00 to 5.00 ms (must ≤ 2 ms), 3 of 4 rows",
+        "- other: 0.50 (must ≥ 1), 1 of 1 rows",
+        "",
+    ]
+    assert list(benchmarks_page._summary(made[5:6])) == ["1 of 1 musts are met, 1 of 1 aims.", ""]
+
+
 def test_what_was_not_measured_is_a_row_that_says_so():
     rows = bench_targets.rows({})
     assert len(rows) >= 12
@@ -76,13 +97,22 @@ def test_a_cold_restore_is_held_against_no_target():
         "tokens": 2048,
         "regime": "fresh",
         "cores_used_by_others": 0.1,
-        "store_over": dict.fromkeys(("raw1", "raw4", "load_prompt_cache", "mx_load"), values),
+        "store_over": dict.fromkeys(("raw1", "raw4", "load_prompt_cache", "mx_load_room"), values),
+        "store_over_best_raw": {"values": [0.4]},
         "extra_peak_bytes": {"store": values},
     }
     document = {"command": "restore", "page_cache": "warm", "results": [result]}
     warm = [row for row in bench_targets.rows({"restore": document}) if row.sample]
     assert len(warm) == 5
     assert warm[0].verdict(0.8) == "**not met**"
+    (best,) = [row for row in warm if "the best raw" in row.what]
+    assert best.sample.values == (0.4,)
+    older = {**result, "store_over": dict.fromkeys(("raw1", "raw4", "load_prompt_cache", "mx_load"), values)}
+    del older["store_over_best_raw"]
+    what = [row.what for row in bench_targets.rows({"restore": {**document, "results": [older]}}) if row.sample]
+    assert any("no room" in each for each in what)
+    assert any("not populated" in each for each in what)
+    assert not any("best raw" in each or "the same room" in each for each in what)
     cold = {**document, "page_cache": "dropped before each reading (posix_fadvise)"}
     assert not [row for row in bench_targets.rows({"restore": cold}) if row.sample]
 
