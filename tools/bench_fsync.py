@@ -16,7 +16,7 @@ from bench_child import run_child
 from bench_kv import Payload, Shape, add_shape, shape_named, shape_of
 from bench_machine import OtherWork, conditions, data_folder, need_disk, need_memory
 from bench_plot import Line, Panel
-from bench_publish import publisher, raw_writer
+from bench_publish import into_used_pages, publisher, raw_writer
 from bench_report import Outcome, count_list, table
 from bench_stats import Sample, interleaved, paired
 from kvstore import Durability
@@ -82,7 +82,7 @@ def child(job: Mapping[str, Any]) -> dict[str, dict[str, list[float]]]:
             policy.value: publisher(folder / f"store-{count}-{policy.value}", payload, policy) for policy in Durability
         }
         methods |= {name: raw_writer(folder / "raw", payload, sync=name == "raw_synced") for name in _RAW}
-        for name, values in interleaved(methods, job["rounds"]).items():
+        for name, values in interleaved(into_used_pages(folder, payload, methods), job["rounds"]).items():
             found[name][str(count)] = values
     return found
 
