@@ -21,6 +21,7 @@ from typing import TypeAlias
 from kvstore.commit import intact, newer_manifest, put_file, put_manifest
 from kvstore.context import Context
 from kvstore.copying import BUFFER_BYTES, copy_block
+from kvstore.destination import check_apart
 from kvstore.directory import unavailable
 from kvstore.errors import (
     DamagedBlockError,
@@ -31,22 +32,19 @@ from kvstore.errors import (
     KVStoreError,
     MissingParentError,
 )
-from kvstore.keys import TOKEN_BYTES
 from kvstore.layout import Layout
-from kvstore.manifest import MAX_MANIFEST_BYTES, BlockRef, decode_references
+from kvstore.manifest import MAX_MANIFEST_BYTES, BlockRef, decode_references, newer_format
 from kvstore.namespace import MAX_NAMESPACE_BYTES, read_namespace_file
 from kvstore.scan import NodeFile, Tally, nodes, tokenizations
 from kvstore.stats import merge_stats
 from kvstore.stored import Stored, load
-from kvstore.tokenizations import MAX_TOKENS
+from kvstore.tokenizations import MAGIC, MAX_ENTRY_BYTES, stands
 from kvstore.tokenizations import decode as decode_tokens
 
 __all__ = ["MergeReport", "merge"]
 
 MAX_PROBLEMS = 100
 """Sentences kept of a run; the rest is only counted."""
-
-_MAX_TOKENS_BYTES = 128 + MAX_TOKENS * TOKEN_BYTES
 
 _TRIES = 3
 """A block that is gone may mean that its manifest was replaced (repack) or removed (gc) meanwhile: look again."""
@@ -61,9 +59,10 @@ class MergeReport:
 
     nodes, states, tokenizations, namespaces (descriptions), blocks: copied, and copied_bytes of these blocks. there:
     manifests that the target had already. damaged: files of the source that are not whole, and manifests that name
-    them; problems says which. without_parent: nodes that continue one which neither directory has whole. skipped: what
-    changed or vanished meanwhile; another run brings what is still there. foreign: files in the source that are not
-    kvstore's. error: one sentence, why it stopped; what was done until then is counted.
+    them; newer: those that a newer kvstore wrote; problems says which. without_parent: nodes that continue one which
+    neither directory has whole. skipped: what changed or vanished meanwhile; another run brings what is still there.
+    foreign: files in the source that are not kvstore's. error: one sentence, why it stopped; what was done until then
+    is counted.
     """
 
     dry_run: bool = False
@@ -75,6 +74,7 @@ class MergeReport:
     namespaces: int = 0
     there: int = 0
     damaged: int = 0
+    newer: int = 0
     without_parent: int = 0
     skipped: int = 0
     foreign: int = 0
@@ -90,7 +90,7 @@ def merge(
     progress: Progress = lambda _done, _total: None,
 ) -> MergeReport:
     """Merge source into target. Raises KVStoreError when the two cannot be merged at all, before anything is done."""
-    _check_apart(source.layout.root, target.layout.root)
+    check_apart(source.layout.root, target.layout.root)
     if source.interval != target.interval:
         raise IntervalMismatchError(
             f"{source.layout.root} has an interval of {source.interval} tokens and {target.layout.root} one of "
@@ -104,17 +104,6 @@ def merge(
     except KVStoreError as error:
         report.error = str(error)
     return report
-
-
-def _check_apart(source: Path, target: Path) -> None:
-    try:
-        if os.path.samefile(source, target):
-            raise KVStoreError(f"{source} and {target} are the same directory; name two")
-        for inner, outer in ((source, target), (target, source)):
-            if any(os.path.samefile(above, outer) for above in inner.resolve().parents):
-                raise KVStoreError(f"{inner} lies inside {outer}; move it out first")
-    except OSError as error:
-        raise unavailable(Path(error.filename or target), error) from error
 
 
 class _Merge:
@@ -169,11 +158,16 @@ class _Merge:
         return [file for *_, file in sorted(found)]
 
     def _load(self, file: NodeFile) -> Stored | None:
-        """A manifest of the source that is whole; None, counted, when it is not."""
+        """A manifest of the source that is whole; None, counted, when it is not, or of a newer version."""
         try:
             stored = load(self._source, file)
         except (OSError, DamagedManifestError) as error:
-            self._problem(f"manifest {file.path(self._source.layout)} is left out: {error}")
+            path = file.path(self._source.layout)
+            with suppress(OSError):
+                if (version := newer_manifest(self._source, path)) is not None:
+                    self._newer(f"manifest {path}", version)
+                    return None
+            self._problem(f"manifest {path} is left out: {error}")
             return None
         if stored is None:
             self._report.skipped += 1
@@ -340,19 +334,21 @@ class _Merge:
             name = file.name
             path = self._target.layout.tokens / name[:2] / name
             used = min(file.mtime_ns, self._now_ns)
-            with suppress(FileNotFoundError):
-                if os.stat(path, follow_symlinks=False).st_size == file.size:
-                    with suppress(MissingParentError):
-                        self._use(path, used)
-                    continue
+            if stands(self._target, path, file.size):
+                with suppress(MissingParentError):
+                    self._use(path, used)
+                continue
             source = self._source.layout.tokens / name[:2] / name
             try:
-                data, _ = self._source.fs.read_file(source, _MAX_TOKENS_BYTES)
+                data, _ = self._source.fs.read_file(source, MAX_ENTRY_BYTES)
             except FileNotFoundError:
                 self._report.skipped += 1
                 continue
             except OSError as error:
                 self._problem(f"tokenization {source} is left out: {error.strerror}")
+                continue
+            if (version := newer_format(data, MAGIC)) is not None:
+                self._newer(f"tokenization {source}", version)
                 continue
             if data[16:32].hex() != name or decode_tokens(data, data[16:48]) is None:
                 self._problem(f"tokenization {source} is left out: it is damaged")
@@ -379,7 +375,14 @@ class _Merge:
                 put_file(self._target, path, [self._source.fs.read_file(source, MAX_NAMESPACE_BYTES)[0]])
             self._report.namespaces += 1
 
+    def _newer(self, what: str, version: int) -> None:
+        self._report.newer += 1
+        self._say(f"{what} is left out: it has format {version}, which a newer kvstore wrote; merge with that one")
+
     def _problem(self, sentence: str) -> None:
         self._report.damaged += 1
+        self._say(sentence)
+
+    def _say(self, sentence: str) -> None:
         if len(self._report.problems) < MAX_PROBLEMS:
             self._report.problems.append(sentence)

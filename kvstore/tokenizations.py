@@ -19,7 +19,7 @@ from kvstore.keys import TOKEN_BYTES, checksum, request_key
 from kvstore.manifest import newer_format
 from kvstore.staged import stage
 
-__all__ = ["Tokenizations", "decode"]
+__all__ = ["MAGIC", "MAX_ENTRY_BYTES", "Tokenizations", "decode", "stands"]
 
 MAGIC = b"KVSTTOKS"
 FORMAT = 1
@@ -27,6 +27,8 @@ _HEAD = struct.Struct("<8s I I 32s Q")
 _CHECKSUM_BYTES = 16
 MAX_TOKENS = 1 << 21
 """Above nearly all context lengths; nothing larger is read, and nothing larger is saved: it is tokenized every time."""
+
+MAX_ENTRY_BYTES = _HEAD.size + MAX_TOKENS * TOKEN_BYTES + _CHECKSUM_BYTES
 
 _TOUCH_AFTER_NS = 3600 * 10**9
 
@@ -50,7 +52,7 @@ class Tokenizations:
         key = request_key(self._scope, request)
         path = self._path(key)
         try:
-            data, status = context.fs.read_file(path, _HEAD.size + MAX_TOKENS * TOKEN_BYTES + _CHECKSUM_BYTES)
+            data, status = context.fs.read_file(path, MAX_ENTRY_BYTES)
         except OSError:
             return None
         tokens = decode(data, key)
@@ -101,6 +103,16 @@ class Tokenizations:
             with suppress(OSError):
                 context.fs.unlink(path)
                 total -= size
+
+
+def stands(context: Context, path: Path, size: int) -> bool:
+    """Whether an entry is there that one of this size need not replace: of that size too, or by a newer kvstore."""
+    with suppress(OSError):
+        if os.stat(path, follow_symlinks=False).st_size == size:
+            return True
+        data, _ = context.fs.read_file(path, MAX_ENTRY_BYTES)
+        return newer_format(data, MAGIC) is not None
+    return False
 
 
 def _below(folder: Path) -> list[Path]:

@@ -34,6 +34,7 @@ __all__ = [
     "DirectoryArgument",
     "JsonOption",
     "app",
+    "because",
     "console",
     "counted",
     "main",
@@ -182,9 +183,14 @@ def _existing(place: Place) -> Store:
     try:
         return Store.open(place.path, create=False)
     except NotACacheDirectoryError as error:
-        if place.source == "given":
-            raise
-        raise NotACacheDirectoryError(f"{error} (looked there because {place.why})") from error
+        raise because(place, error) from error
+
+
+def because(place: Place, error: NotACacheDirectoryError) -> NotACacheDirectoryError:
+    """What is wrong with a place, and why that one, unless the command line names it."""
+    if place.source == "given":
+        return error
+    return NotACacheDirectoryError(f"{error} (looked there because {place.why})")
 
 
 @contextmanager

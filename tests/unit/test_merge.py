@@ -33,6 +33,7 @@ from upkeep_support import (
 
 from kvstore import FileSystem, IntervalMismatchError, KVStoreError, NamespaceInfo, Span, Store, TensorSpec
 from kvstore.gc import Policy, collect
+from kvstore.keys import checksum
 from kvstore.layout import Layout
 from kvstore.locks import publish_lock
 from kvstore.manifest import decode, encode
@@ -320,6 +321,49 @@ def test_a_damaged_block_that_two_nodes_name_is_read_and_reported_once(tmp_path)
         assert (report.nodes, report.blocks) == (0, 0)
         assert len(report.problems) == 1
         assert report.damaged == 4  # the block, and three manifests that name it
+
+
+def tokenization_of(root: Path) -> Path:
+    (found,) = (path for path in (root / "objects" / "tokens").rglob("*") if path.is_file())
+    return found
+
+
+def newer_tokenization(path: Path) -> bytes:
+    """Make a tokenization one of a format to come, with a field more, whole in itself."""
+    data = bytearray(path.read_bytes())
+    data[8:12] = (2).to_bytes(4, "little")
+    body = bytes(data[:-16]) + bytes(8)
+    path.write_bytes(body + checksum(body))
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_newer_tokenization_of_the_target_stays(pair, dry_run):
+    a, b = pair
+    b.tokenizations(b"scope").put(b"request", bytes(8))
+    path = tokenization_of(b.path)
+    before = newer_tokenization(path)
+    report = merge(a.context, b.context, dry_run=dry_run)
+    assert (report.tokenizations, report.damaged, report.newer) == (0, 0, 0)
+    assert path.read_bytes() == before
+
+
+def test_a_damaged_tokenization_of_the_target_gives_way(pair):
+    a, b = pair
+    b.tokenizations(b"scope").put(b"request", bytes(8))
+    tokenization_of(b.path).write_bytes(b"short")
+    assert merge(a.context, b.context).tokenizations == 1
+    assert b.tokenizations(b"scope").get(b"request") == bytes(8)
+
+
+def test_what_a_newer_kvstore_wrote_stays_behind_and_is_no_damage(pair):
+    a, b = pair
+    as_newer(by_end(a.path)[40])
+    newer_tokenization(tokenization_of(a.path))
+    report = merge(a.context, b.context)
+    assert (report.newer, report.damaged, report.nodes, report.tokenizations) == (2, 0, 3, 0)
+    assert all("has format 2, which a newer kvstore wrote; merge with that one" in each for each in report.problems)
+    assert "2 files of a newer kvstore left out; merge with that one." in invoke("merge", a.path, b.path)[1]
 
 
 def test_damaged_tokenizations_and_descriptions_stay_behind(pair):
@@ -672,22 +716,56 @@ def test_what_cannot_be_merged_is_one_sentence(pair, tmp_path):
         other = wide.path
     (tmp_path / "empty").mkdir()
     (tmp_path / "newer").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
     (tmp_path / "newer" / "kvstore.json").write_text('{"format": 2, "interval": 16}')
     before = [snapshot(store.path) for store in pair]
     for source, target, sentence in (
         (a.path, a.path, "are the same directory"),
         (a.path, other, "only directories of one interval can be merged"),
         (tmp_path / "empty", b.path, "is not a cache directory"),
-        (a.path, tmp_path / "empty", "is not a cache directory"),
+        (a.path, tmp_path / "full", "holds other files (x) and is not a cache directory"),
+        (a.path, tmp_path / "full" / "x", "is a file; name a directory"),
+        (a.path, a.path / "inside", "lies inside"),
         (a.path, tmp_path / "newer", "has format 2"),
-        (a.path, tmp_path / "missing", f"there is no {tmp_path / 'missing'} "),
+        (tmp_path / "missing", b.path, f"there is no {tmp_path / 'missing'} "),
     ):
-        code, out, err = invoke("merge", source, target)
-        assert (code, out) == (1, ""), sentence
-        assert sentence in " ".join(err.split())
-        assert err.count("kvstore: ") == 1
+        for options in ([], ["--dry-run"]):
+            code, out, err = invoke("merge", source, target, *options)
+            assert (code, out) == (1, ""), sentence
+            assert sentence in " ".join(err.split())
+            assert err.count("kvstore: ") == 1
     assert [snapshot(store.path) for store in pair] == before
     assert list((tmp_path / "empty").iterdir()) == []
+    assert not (tmp_path / "missing").exists()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", ["missing", "empty", "deep/missing"])
+def test_a_target_that_is_not_there_is_made_like_the_source(tmp_path, name, shared):
+    (tmp_path / "empty").mkdir()
+    target = tmp_path / name
+    with Store.open(tmp_path / "a", interval=32, shared=shared) as a:
+        a.namespace(INFO).publish(ONE, [span(ONE, 0, 32), span(ONE, 32, 40)])
+        document = invoke_json("merge", a.path, target, "--dry-run")
+        assert (document["made"], document["nodes"]) == (True, 2)
+        assert "Would make the cache directory" in invoke("merge", a.path, target, "--dry-run")[1]
+        assert not target.exists() or not list(target.iterdir())
+        code, out, _ = invoke("merge", a.path, target)
+    assert code == 0
+    assert out.startswith(f"Made the cache directory {target} with chunks of 32 tokens")
+    assert ("shared by several users" in out) is shared
+    with Store.open(target, create=False) as made:
+        assert (made.interval, made.context.fs.private) == (32, not shared)
+        assert restore(made.namespace(INFO), ONE).tokens == 40
+    assert invoke_json("merge", tmp_path / "a", target)["made"] is False
+
+
+def test_the_default_target_is_said_with_its_reason(pair, tmp_path, monkeypatch):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    monkeypatch.setenv("KVSTORE_DIR", str(tmp_path / "full"))
+    assert "because KVSTORE_DIR names it" in " ".join(invoke("merge", pair[0].path)[2].split())
 
 
 def test_a_used_node_keeps_its_place_in_the_queue(pair):
