@@ -6,9 +6,10 @@ does. Nothing of a prompt is in any memory but the page cache; with --cold not e
 dentries and inodes are dropped before each restore, which needs root and Linux. Then the same process is asked for the
 prompt once more (repeat). A third is asked for prompts that an earlier process answered, the same to the last token
 (restart), and for each again: then nothing is left to compute, because the logits of the next token are saved, too.
-Each is held against a plain read of as many bytes of the same files and one decode step. What has a token to compute
-cannot go below that; what has none can. For comparison: what mlx-lm alone takes for the one token more when it has the
-restored KV in its memory already.
+Each is held against a plain read of as many bytes of the same files and one decode step: a read into memory that was
+touched before, which is what a process that was asked before can have, and a read into new memory in a process of its
+own, which is what comes after a restart. What has a token to compute cannot go below that; what has none can. For
+comparison: what mlx-lm alone takes for the one token more when it has the restored KV in its memory already.
 
 What is timed is what a program waits for: stream_generate, from the call to its first response; a decode step is the
 median of the waits for those that follow. (mlx-lm builds the step of the second token before it hands out the first: a
@@ -32,12 +33,12 @@ from typing import Any
 
 import make_smollm2
 from bench_child import run_child
-from bench_floors import engine_alone, likeliest, raw_read
+from bench_floors import engine_alone, likeliest, raw_read, raw_read_into_new, sums
 from bench_machine import BenchError, OtherWork, conditions, data_folder, drop_all_caches, need_disk
 from bench_plot import Line, Panel
 from bench_report import Outcome, count_list, table
 from bench_servers import TINY_LLAMA
-from bench_stats import Sample, paired, rotated
+from bench_stats import Sample, break_even, paired, rotated
 from demo import MODEL
 from fast_blas import find, preload_env
 
@@ -46,7 +47,6 @@ __all__ = [
     "MODELS",
     "TOKEN_BYTES",
     "blas_environment",
-    "break_even",
     "child",
     "configure",
     "model_folder",
@@ -69,7 +69,9 @@ _WARM = {
 }
 """What else a process measures that restores from warm files, and its name for people."""
 _FLOORED = {"restored": "over_floor", **{name: f"{name}_over_floor" for name in _WARM}}
-"""Where each is held against raw read + one step."""
+"""Where each is held against raw read into touched memory + one step."""
+_NEW_FLOORED = {"restored": "over_new_floor", _SAME: "same_over_new_floor"}
+"""Where what comes after a restart is held against raw read into new memory + one step."""
 _OTHER_TOKEN = 100
 """Added to the last token of a repeat: the end that its first request left in the directory is no part of it."""
 _SAME_TOKEN = 99
@@ -128,13 +130,19 @@ def _measured(name: str, folder: Path, lengths: list[int], rounds: int, *, cold:
     found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
     for turn in range(rounds):
         for mode in rotated(modes, turn):
-            found[mode].append(run_child("bench_breakeven", {**job, "task": mode, "turn": turn}, blas))
+            one = run_child("bench_breakeven", {**job, "task": mode, "turn": turn}, blas)
+            one["raw_new"] = {
+                at: raw_read_into_new(job, size) for at, size in one["bytes"].items() if mode != "disabled"
+            }
+            found[mode].append(one)
 
     def of(mode: str, name: str) -> dict[str, list[float]]:
         return {str(length): [each[name][str(length)] for each in found[mode]] for length in lengths}
 
     seconds = {mode: of(mode, "seconds") for mode in modes}
-    floors = {mode: _sums(of(mode, "raw"), of(mode, "step")) for mode in modes[1:]}
+    floors, new_floors = (
+        {mode: sums(of(mode, raw), of(mode, "step")) for mode in modes[1:]} for raw in ("raw", "raw_new")
+    )
     if not cold:
         seconds |= {"repeat": of("restored", "repeat"), "same_repeat": of(_SAME, "repeat")}
         seconds["engine"] = of("restored", "engine")
@@ -153,32 +161,17 @@ def _measured(name: str, folder: Path, lengths: list[int], rounds: int, *, cold:
             for length in lengths
         },
         "floor_seconds": {length: Sample.of(values).document() for length, values in floors["restored"].items()},
+        "new_floor_seconds": {
+            length: Sample.of(values).document() for length, values in new_floors["restored"].items()
+        },
         **{
-            _FLOORED[kind]: {n: paired(seconds[kind][n], floor[n]).document() for n in map(str, lengths)}
-            for kind, floor in floors.items()
+            names[kind]: {n: paired(seconds[kind][n], floor[n]).document() for n in map(str, lengths)}
+            for names, each in ((_FLOORED, floors), (_NEW_FLOORED, new_floors))
+            for kind, floor in each.items()
         },
         "disagreed": sum(one != two for one, two in zip(*first_tokens, strict=True))
         + sum(each["first_token"] != saved["same_token"] for each in found.get(_SAME, [])),
     }
-
-
-def _sums(one: Mapping[str, list[float]], two: Mapping[str, list[float]]) -> dict[str, list[float]]:
-    return {at: [a + b for a, b in zip(values, two[at], strict=True)] for at, values in one.items()}
-
-
-def break_even(lengths: Sequence[int], over: Sequence[float]) -> float | None:
-    """The shortest length from which on restoring is the faster one, at every longer one that was measured too.
-
-    over: restored over disabled. Between two measured lengths it is where a straight line reaches 1. The shortest
-    measured length says no more than that it pays there already; None when it does not pay at the longest.
-    """
-    if over[-1] >= 1:
-        return None
-    first = next((at for at in range(len(over), 0, -1) if over[at - 1] >= 1), 0)
-    if first == 0:
-        return float(lengths[0])
-    before, after = over[first - 1], over[first]
-    return lengths[first - 1] + (lengths[first] - lengths[first - 1]) * (before - 1) / (before - after)
 
 
 def blas_environment() -> dict[str, str]:
@@ -316,17 +309,35 @@ def _table(document: dict[str, Any], name: str, found: dict[str, Any]) -> Any:
         [
             length,
             *(Sample.of(found["seconds"][mode][length]["values"]).text(1e3, 1) for mode in _MODES),
-            *(Sample.of(found[key][length]["values"]).text(1, 3) for key in ("over_disabled", _FLOORED["restored"])),
+            Sample.of(found["over_disabled"][length]["values"]).text(1, 3),
+            *(
+                f"{Sample.of(found[seconds][length]['values']).text(1e3, 1)}: "
+                f"{Sample.of(found[over][length]['values']).text(1, 2)}"
+                if seconds in found
+                else "not measured"
+                for seconds, over in (
+                    ("new_floor_seconds", _NEW_FLOORED["restored"]),
+                    ("floor_seconds", _FLOORED["restored"]),
+                )
+            ),
         ]
         for length in map(str, found["lengths"])
     ]
-    columns = ["saved tokens", "disabled ms", "restored ms", "restored over disabled", "over raw read + one step"]
+    columns = [
+        "saved tokens",
+        "disabled ms",
+        "restored ms",
+        "restored over disabled",
+        "ms of a raw read into new memory + one step: restored over it",
+        "into touched memory + one step: restored over it",
+    ]
     return table(
         f"time to the first token by length, {_title(document, name)}: {pays}", columns, rows, _note(document, found)
     )
 
 
 def _warm_table(document: dict[str, Any], name: str, found: dict[str, Any]) -> Any:
+    new = _NEW_FLOORED[_SAME]
     rows = [
         [
             length,
@@ -335,12 +346,13 @@ def _warm_table(document: dict[str, Any], name: str, found: dict[str, Any]) -> A
                 f"{Sample.of(found[_FLOORED[kind]][length]['values']).text(1, 2)}"
                 for kind in _WARM
             ),
+            Sample.of(found[new][length]["values"]).text(1, 2) if new in found else "not measured",
         ]
         for length in map(str, found["lengths"])
     ]
     return table(
-        f"ms to the first token, and that over raw read + one step, {_title(document, name)}",
-        ["saved tokens", *_WARM.values()],
+        f"ms to the first token, and that over raw read into touched memory + one step, {_title(document, name)}",
+        ["saved tokens", *_WARM.values(), f"{_WARM[_SAME]}, over raw read into new memory + one step"],
         rows,
         _note(document, found),
     )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench_child import run_child
 from bench_machine import drop_all_caches
 
-__all__ = ["engine_alone", "likeliest", "raw_read"]
+__all__ = ["child", "engine_alone", "likeliest", "raw_read", "raw_read_into_new", "sums"]
 
 _SPECIAL = 17
 """Token ids from here on end no answer."""
@@ -44,11 +46,31 @@ def engine_alone(engine: tuple[Any, Any], session: Any, tokens: Sequence[int], c
     return seconds
 
 
-def raw_read(store: Path, size: int, *, cold: bool) -> float:
-    """Seconds to read so many bytes of blocks with plain preadv, once the memory for them has been touched."""
-    memory = bytearray(size)
+def child(job: Mapping[str, Any]) -> dict[str, Any]:
+    """A read into memory that nobody touched: what a process that just began has."""
+    return {"seconds": raw_read(Path(job["store"]), job["size"], cold=job["cold"], new=True)}
+
+
+def raw_read_into_new(job: Mapping[str, Any], size: int) -> float:
+    """The same, from outside of that process."""
+    seconds: float = run_child("bench_floors", {"store": job["store"], "size": size, "cold": job["cold"]})["seconds"]
+    return seconds
+
+
+def sums(one: Mapping[str, list[float]], two: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """Floors of the parts that were measured in the same process, by length."""
+    return {at: [a + b for a, b in zip(values, two[at], strict=True)] for at, values in one.items()}
+
+
+def raw_read(store: Path, size: int, *, cold: bool, new: bool = False) -> float:
+    """Seconds to read so many bytes of blocks with plain preadv, once the memory for them has been touched.
+
+    new: into memory that nobody has touched. Whatever is restored right after a start goes there, and the first touch
+    of memory costs more than the copy.
+    """
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
     seconds = 0.0
-    for _ in range(2):
+    for _ in range(1 if new else 2):
         if cold:
             drop_all_caches()
         at = 0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Sample", "interleaved", "paired", "rotated"]
+__all__ = ["Sample", "break_even", "interleaved", "paired", "rotated"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,21 @@ def rotated(names: Sequence[str], turn: int) -> list[str]:
     """The names, begun at another one each turn, so that none is always measured after the same one."""
     at = turn % len(names)
     return [*names[at:], *names[:at]]
+
+
+def break_even(lengths: Sequence[int], over: Sequence[float]) -> float | None:
+    """The shortest length from which on restoring is the faster one, at every longer one that was measured too.
+
+    over: restored over disabled. Between two measured lengths it is where a straight line reaches 1. The shortest
+    measured length says no more than that it pays there already; None when it does not pay at the longest.
+    """
+    if over[-1] >= 1:
+        return None
+    first = next((at for at in range(len(over), 0, -1) if over[at - 1] >= 1), 0)
+    if first == 0:
+        return float(lengths[0])
+    before, after = over[first - 1], over[first]
+    return lengths[first - 1] + (lengths[first] - lengths[first - 1]) * (before - 1) / (before - after)
 
 
 def interleaved(methods: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import bench
 import bench_peers
 import bench_sustained
-from bench_breakeven import break_even
 from bench_peer_sqlite import SqliteBlocks
+from bench_stats import break_even
 
 TOY = ["--layers", "2", "--heads", "2", "--dim", "16"]
 
@@ -43,6 +43,7 @@ def test_break_even_runs(tmp_path):
     # A header beside the rows, whose length depends on where this process's memory begins.
     assert all(0 < found["restored_bytes"][length] - int(length) * 4096 < 8192 for length in ("64", "256"))
     floors = ("over_floor", "repeat_over_floor", "same_over_floor", "same_repeat_over_floor", "engine_over_floor")
+    floors += ("over_new_floor", "same_over_new_floor", "new_floor_seconds")
     assert all(found[floor][length]["n"] == 1 for floor in floors for length in ("64", "256"))
     assert found["disagreed"] == 0
 
