@@ -190,7 +190,7 @@ class _Machine(RuleBasedStateMachine):
         for number in which:
             self.session.harm(number, how)
 
-    @precondition(lambda self: self.session.harmed and self.tensors)
+    @precondition(lambda self: self.session.harmed)
     @rule(space=_SPACES, prompt=prompts, end=_LENGTHS, order=st.permutations([0, 1]))
     @_step
     def heal(self, space: int, prompt: bytes, end: int, order: list[int]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from kvstore.blocks import TensorSpec
+from kvstore.blocks import TensorBuffer, TensorSpec
 from kvstore.keys import TOKEN_BYTES
 from kvstore.namespace import NamespaceInfo
 from kvstore.testing.model import Model
@@ -96,14 +96,13 @@ class Session:
             match = target.lookup(tokens)
             assert promise <= match.count <= most, f"found {match.count} tokens, not {promise} to {most}"
             assert 0 <= match.border <= match.count
-            if not self.tensors:
-                # Nothing is read, so nothing was looked into: only an undamaged store keeps what the names say.
-                return match.count, 0 if self.harmed else match.border
             memory = Memory()
-            result = target.read(match, memory)
+            result = target.read(match, memory if self.tensors else _no_memory)
             restored, border = result.tokens, result.border
             self.oracles[space].check(memory, tokens, restored)
-            assert 0 <= border <= restored <= match.count
+            assert 0 <= border <= restored <= match.count, (
+                f"restored {restored} tokens with a border at {border}, of {match.count} that were found"
+            )
             if match.exact:
                 self._state_of(handle, space, match, tokens, must=False)
             if not self.harmed:
@@ -175,7 +174,7 @@ class Session:
         count = len(prefix) // TOKEN_BYTES
         for _ in range(2 + len(self.models[space].ever)):
             restored, border = self.look(handle, space, prefix)
-            if not self.tensors or restored == count:
+            if restored == count:
                 return
             ends = [*range((border // self.interval + 1) * self.interval, count, self.interval), count]
             spans = [
@@ -246,6 +245,11 @@ class Session:
             self.harmed = True
             for model in self.models:
                 model.doubt_all()
+
+
+def _no_memory(tensors: tuple[TensorSpec, ...], tokens: int) -> dict[str, TensorBuffer]:
+    """What a read of an engine that keeps nothing per token is given: there is nothing to ask memory for."""
+    raise AssertionError(f"memory for {tokens} tokens of {tensors} was asked for, and nothing was saved per token")
 
 
 def _harm(path: Path, how: str, number: int) -> None:

@@ -17,6 +17,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from record_support import Tally, counted
 
 from kvstore import Span, State, Store, TensorSpec
+from kvstore.restore import Restored
 from kvstore.scatter import scatter
 from kvstore.testing import TENSORS, DirectorySubject, Model, Oracle, Subject, random_tokens, store_machine
 
@@ -196,6 +197,45 @@ def test_the_suite_finds(mistake, said, monkeypatch):
     elif mistake is LeavesHoles:
         monkeypatch.setattr("kvstore.publish._check_alike", lambda span, before: None)
     machine = store_machine(subject(mistake))
+    found = settings(QUIET, max_examples=200, derandomize=True, phases=[Phase.generate], report_multiple_bugs=False)
+    with pytest.raises(AssertionError, match=said):
+        run_state_machine_as_test(machine, settings=found)
+
+
+class RestoresNothing(Wrapped):
+    """Finds what was saved without tensors, and takes that there is nothing to read for nothing restored."""
+
+    def read(self, match, allocate):
+        return Restored(0, 0, 0)
+
+
+class RestoresMore(Wrapped):
+    """Takes all tokens of the last node for restored, where the prompt goes on differently, too."""
+
+    def read(self, match, allocate):
+        restored = self.space.read(match, allocate)
+        return replace(restored, tokens=restored.tokens + 1) if restored.tokens > 64 else restored
+
+
+class AsksForMemory(Wrapped):
+    """Asks for memory without tensors to put there."""
+
+    def read(self, match, allocate):
+        if match.count:
+            allocate((), match.count)
+        return self.space.read(match, allocate)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (RestoresNothing, "restored 0 of the .* that were found"),
+        (RestoresMore, "restored .* tokens with a border .* that were found"),
+        (AsksForMemory, "memory for .* was asked for"),
+    ],
+)
+def test_the_suite_finds_a_wrong_read_where_nothing_is_kept_per_token(mistake, said):
+    machine = store_machine(subject(mistake), interval=64, tensors=())
     found = settings(QUIET, max_examples=200, derandomize=True, phases=[Phase.generate], report_multiple_bugs=False)
     with pytest.raises(AssertionError, match=said):
         run_state_machine_as_test(machine, settings=found)
