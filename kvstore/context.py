@@ -126,12 +126,17 @@ def _boot() -> str:
 
 
 class Staging:
-    """This process's folder below tmp/, made at the first write and removed at close."""
+    """This process's folder below tmp/, made at the first write and removed at close.
+
+    A fork of the process takes a folder of its own: both would give their files the same numbers, and whoever closes
+    first would remove what the other writes.
+    """
 
     def __init__(self, layout: Layout, fs: FileSystem) -> None:
         self._layout = layout
         self._fs = fs
         self._folder: Path | None = None
+        self._pid = 0
         self._next = 0
         self._lock = threading.Lock()
 
@@ -139,8 +144,9 @@ class Staging:
         """A new empty file to write, and its path. A folder that somebody cleaned away is made again."""
         with self._lock:
             self._next += 1
-            if self._folder is None:
+            if self._folder is None or self._pid != os.getpid():
                 me = this_process()
+                self._pid = me.pid
                 # Known before it is made: if that fails halfway (made and not synced), close still removes it.
                 self._folder = self._layout.tmp / f"{me.host}.{me.boot}.{me.pid}.{secrets.token_hex(4)}"
                 self._fs.make_dir(self._folder)
@@ -157,10 +163,10 @@ class Staging:
             self._fs.unlink(path)
 
     def close(self) -> None:
-        """Remove the folder with anything that a failed write left in it."""
+        """Remove the folder with anything that a failed write left in it, if it is this process's own."""
         with self._lock:
             folder, self._folder = self._folder, None
-            if folder is None:
+            if folder is None or self._pid != os.getpid():
                 return
             with suppress(OSError):
                 remove_staged(self._fs, folder)

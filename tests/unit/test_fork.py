@@ -1,0 +1,92 @@
+"""A store that is open while its process forks: each of the two goes on by itself, and takes nothing from the other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from core_support import INFO, open_store, prompt, restore
+from stress_support import examine, staged
+
+TESTS = Path(__file__).resolve().parents[1]
+
+PUBLISH = """
+import os, sys, threading
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from core_support import INFO, open_store, prompt, spans
+
+def publish(seed):
+    tokens = prompt(40, seed)
+    space.publish(tokens, spans(tokens, 0, 16, 32, 40))
+
+def end_of(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+store = open_store(Path(sys.argv[1]))
+space = store.namespace(INFO)
+tmp = Path(sys.argv[1]) / "tmp"
+publish(0)
+assert threading.active_count() == 1
+"""
+
+BOTH_WRITE = """
+pid = os.fork()
+for seed in range(60):
+    publish((1000 if pid else 2000) + seed)
+if not pid:
+    assert len(list(tmp.iterdir())) == 2
+    store.close()
+    os._exit(0)
+assert end_of(pid) == 0
+publish(1)
+store.close()
+"""
+
+CHILD_CLOSES = """
+before = list(tmp.iterdir())
+assert len(before) == 1
+if not (pid := os.fork()):
+    store.close()
+    os._exit(0)
+assert end_of(pid) == 0
+assert list(tmp.iterdir()) == before
+publish(1)
+store.close()
+"""
+
+PARENT_CLOSES = """
+ours, theirs = os.pipe()
+if not (pid := os.fork()):
+    os.read(ours, 1)
+    publish(1)
+    store.close()
+    os._exit(0)
+store.close()
+os.write(theirs, b"!")
+assert end_of(pid) == 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "seeds"),
+    [
+        (BOTH_WRITE, [0, 1, *range(1000, 1060), *range(2000, 2060)]),
+        (CHILD_CLOSES, [0, 1]),
+        (PARENT_CLOSES, [0, 1]),
+    ],
+    ids=["both write", "the child closes", "the parent closes"],
+)
+def test_a_store_that_is_open_while_its_process_forks(tmp_path, then, seeds):
+    """In a process of its own, which has no threads: those of a test runner would not be in the child."""
+    root = tmp_path / "s"
+    command = [sys.executable, "-W", "error", "-c", PUBLISH + then, str(root), str(TESTS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert staged(root) == []
+    examine(root)
+    with open_store(root, None) as store:
+        for seed in seeds:
+            assert restore(store.namespace(INFO), prompt(40, seed)).tokens == 40
