@@ -67,12 +67,24 @@ def existing(
     if manifest is not None and (manifest.blocks or bare) and all(intact(context, ref) for ref in manifest.blocks):
         with suppress(OSError, KVStoreError):
             if not context.fs.touch(path, context.clock()):
-                wrote(take_over(context, path))
+                _counted(context, wrote)(take_over(context, path))
         return manifest
     if (version := newer_manifest(context, path)) is not None:
         raise FormatVersionError(f"{path} has format {version}, which a newer kvstore wrote; upgrade this one")
     context.damaged.add(path)
     return None
+
+
+def _counted(context: Context, wrote: Callable[[int], None] = lambda _: None) -> Callable[[int], None]:
+    """To be told bytes of a publish when they are in the directory, and not when all of it is done: where a commit
+    fails, who keeps a budget must know of the block that lies there without a node.
+    """
+
+    def told(size: int) -> None:
+        context.counters.add(written_bytes=size)
+        wrote(size)
+
+    return told
 
 
 def put_block(
@@ -100,11 +112,14 @@ def put_block(
         if not _freshened(context, ref):
             raise
         return ref, 0
-    return ref, place_block(context, staged.path, ref) if staged.wanted else 0
+    return ref, place_block(context, staged.path, ref, _counted(context)) if staged.wanted else 0
 
 
-def place_block(context: Context, staged: Path, ref: BlockRef) -> int:
-    """Give a staged block, which holds what ref says, its name; the bytes written, 0 when it was there already."""
+def place_block(context: Context, staged: Path, ref: BlockRef, wrote: Callable[[int], None] = lambda _: None) -> int:
+    """Give a staged block, which holds what ref says, its name; the bytes written, 0 when it was there already.
+
+    wrote is told of them as soon as the block has its name, whatever fails after that.
+    """
     path = context.layout.block(ref.digest)
     if _freshened(context, ref):
         context.staging.discard(staged)
@@ -128,6 +143,7 @@ def place_block(context: Context, staged: Path, ref: BlockRef) -> int:
     except BaseException:
         context.staging.discard(staged)
         raise
+    wrote(ref.size)
     context.fs.sync_dir(path.parent)
     return ref.size
 
@@ -167,7 +183,8 @@ def put_node(space: Space, chunk: Chunk, kind: Kind, refs: tuple[BlockRef, ...],
         )
     )
     copied: list[int] = []
-    put_manifest(context, path, manifest, refs, above, wrote=copied.append)
+    put_manifest(context, path, manifest, refs, above, wrote=_counted(context, copied.append))
+    context.counters.add(published_nodes=1, written_bytes=len(manifest))
     return len(manifest) + sum(copied)
 
 

@@ -2,7 +2,8 @@
 
 Runs on the writer thread, but for asked, refuses and outlook. The directory is measured once, before the first write,
 and again by each collection; in between what was written is added up. Other processes' writes are noticed at the next
-measurement, which is forced after a gibibyte of our own, or a tenth of the smallest quota of a namespace.
+measurement, which is forced after a gibibyte of our own, or a tenth of the smallest quota of a namespace, and after a
+publish that failed and left a block behind: no node has it, so nothing but its grace time ends takes it away.
 
 A full directory takes a new node only when it is warmer than the coldest leaf (kvstore.admission). How warm that one is
 the last collection told, and a leaf only gets warmer, so mostly no look at the directory is needed to say no.
@@ -13,7 +14,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 
@@ -76,6 +78,7 @@ class Housekeeping:
         self._warmth = Warmth()
         self._used: int | None = None
         self._since = 0
+        self._left_behind = False
         self._measure_after = _MEASURE_AFTER_BYTES
         self._coldest: int | None = None
         self._not_before = self._look_after = 0.0
@@ -113,6 +116,22 @@ class Housekeeping:
         if match.steps and (tail := match.steps[-1].name.key) not in path:
             self._warmth.used([tail], now)
 
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """Around a publish: what one that fails left in the directory is accounted for, and soon looked at.
+
+        Whatever else this process published meanwhile is taken for it; the look tells.
+        """
+        counters = self._store.context.counters
+        before = counters.written_bytes
+        try:
+            yield
+        except BaseException:
+            if (size := counters.written_bytes - before) > 0:
+                self._left_behind = True
+                self.wrote(size)
+            raise
+
     def wrote(self, size: int, tokens: int = 0) -> None:
         """Account for bytes that were just written, for so many new tokens."""
         if self._coldest is not None:
@@ -139,10 +158,14 @@ class Housekeeping:
         if self._store.renew():
             # What was known is about a directory that is not there any more; a full one would refuse this node.
             self._used, self._coldest, self._not_before = None, None, 0.0
-        if self._used is None or (self._since > self._measure_after and self._monotonic() >= self._look_after):
+        due = self._left_behind or self._since > self._measure_after
+        if self._used is None or (due and self._monotonic() >= self._look_after):
             started = self._worked()
-            self._used = self._look(namespace.standing(tokens).stands_on)
-            self._look_after = self._monotonic() + _PAUSE * (self._worked() - started)
+            try:
+                self._used = self._look(namespace.standing(tokens).stands_on)
+                self._left_behind = False
+            finally:
+                self._look_after = self._monotonic() + _PAUSE * (self._worked() - started)
         if self._used + size <= self._budget:
             return None
         refusal = self._replace(size, namespace, tokens, ahead)

@@ -313,10 +313,11 @@ class Writer:
                 self._warn(refusal.value)
             return False
         started = time.perf_counter()
-        if isinstance(item, Span):
-            published = job.form.namespace.publish(tokens, [item])
-        else:
-            published = job.form.namespace.publish_state(tokens, item.state)
+        with self._housekeeping.publishing():
+            if isinstance(item, Span):
+                published = job.form.namespace.publish(tokens, [item])
+            else:
+                published = job.form.namespace.publish_state(tokens, item.state)
         new = item.count if isinstance(item, Span) and published.nodes else 0
         self._housekeeping.wrote(published.written, new)
         self.trouble = ""

@@ -20,12 +20,16 @@ from kvstore import (
     NotACacheDirectoryError,
     PublishError,
     Span,
+    TensorSpec,
     UnavailableError,
 )
 from kvstore.directory import unavailable
+from kvstore.gc import usage
 from kvstore.keys import pack_tokens
+from kvstore.locks import publish_lock
+from kvstore_mlx import housekeeping as housekeeping_module
 from kvstore_mlx import writer as writer_module
-from kvstore_mlx.housekeeping import Housekeeping
+from kvstore_mlx.housekeeping import Housekeeping, Refusal
 from kvstore_mlx.writer import Job, Writer
 
 TOKENS = prompt(64)
@@ -206,6 +210,64 @@ def test_no_trouble_names_a_file(writer, form, monkeypatch, caplog, kind):
     assert writer.trouble.startswith("not saved: ")
     assert "/home" not in writer.trouble
     assert warnings_of(caplog) == ["kvstore: not saved: /home/me/kv/locks/publish.lock is held"]
+
+
+WIDE = (TensorSpec("0.keys", "U8", 1, (2048,)),)
+CHUNK = 32 * 2048
+
+
+def wide_job(form, seed: int, on_failure=lambda: None) -> Job:
+    """One chunk of another prompt."""
+    tokens = pack_tokens(prompt(32, seed))
+    return Job(form, tokens, [Span(0, 32, WIDE, [tokens * (CHUNK // len(tokens))])], on_failure)
+
+
+@pytest.mark.parametrize("kept", [Refusal.LIMIT, Refusal.FULL])
+def test_what_failed_publishes_leave_behind_is_written_and_used(store, form, monkeypatch, kept):
+    """Their blocks stay for a day, so where every commit fails they would fill the disk."""
+    monkeypatch.setattr("kvstore.locks.publish_lock.__wrapped__.__defaults__", (0.01,))
+    looks = []
+    look = housekeeping_module.usage
+    monkeypatch.setattr(housekeeping_module, "usage", lambda *args: looks.append(look(*args)) or looks[-1])
+    most = 10 * (CHUNK + 8192)
+    limited = kept is Refusal.LIMIT
+    house = Housekeeping(store, 1 << 30 if limited else usage(store.context) + most, most if limited else None)
+    writer = Writer(house)
+    failed = []
+    with publish_lock(store.context.layout):
+        for seed in range(40):
+            assert writer.offer(wide_job(form, seed, lambda: failed.append(1)))
+            assert writer.drain(30)
+    assert writer.close(10)
+    assert len(failed) == 40
+    lying = len([path for path in store.context.layout.blocks.rglob("*") if path.is_file()])
+    assert 5 * CHUNK <= lying * CHUNK <= most
+    assert kept in house.refused
+    assert sum(times for times, _ in house.refused.values()) == 40 - lying
+    assert house.used >= lying * CHUNK
+    assert store.counters.written_bytes >= lying * CHUNK
+    assert len(looks) > 1, "what others did meanwhile is seen, too"
+
+
+def test_a_look_after_a_failed_publish_waits_for_the_pause(store, form, monkeypatch):
+    """One takes long in a large directory, and nothing is written meanwhile."""
+    monkeypatch.setattr("kvstore.locks.publish_lock.__wrapped__.__defaults__", (0.01,))
+    now, looks = [0.0], []
+
+    def slow(*_):
+        now[0] += 5.0
+        looks.append(now[0])
+        return 0
+
+    monkeypatch.setattr(housekeeping_module, "usage", slow)
+    writer = Writer(Housekeeping(store, 1 << 30, None, lambda: now[0]))
+    with publish_lock(store.context.layout):
+        for seed in range(30):
+            now[0] += 10.0
+            assert writer.offer(wide_job(form, seed))
+            assert writer.drain(30)
+    assert writer.close(10)
+    assert len(looks) == 3
 
 
 def test_a_refused_job_gives_its_memory_back(writer, form):

@@ -1,0 +1,74 @@
+"""What a publish wrote is counted, whatever became of it."""
+
+from __future__ import annotations
+
+import pytest
+from core_support import block_files, node_files, open_store, prompt, spans
+
+from kvstore import LockTimeoutError, MissingParentError, NamespaceInfo
+from kvstore.locks import publish_lock
+from kvstore.states import State, StateTensor
+
+TOKENS = prompt(40)
+STATE = State((StateTensor("1.keys", "F32", (1, 4)),), [bytes(16)])
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvstore.locks.publish_lock.__wrapped__.__defaults__", (0.01,))
+    with open_store(tmp_path / "cache") as made:
+        yield made
+
+
+@pytest.fixture
+def space(store):
+    return store.namespace(NamespaceInfo({"model": "written"}))
+
+
+def size_of(paths) -> int:
+    return sum(path.stat().st_size for path in paths)
+
+
+def test_as_many_bytes_are_counted_as_were_written_and_as_are_there(store, space):
+    published = space.publish(TOKENS, spans(TOKENS, 0, 16, 32, 40))
+    kept = size_of([*block_files(store.path), *node_files(store.path)])
+    assert store.context.counters.written_bytes == published.written == kept
+    assert store.context.counters.published_nodes == published.nodes == 3
+    again = space.publish(TOKENS, spans(TOKENS, 0, 16, 32, 40))
+    assert (again.written, again.nodes, store.context.counters.written_bytes) == (0, 0, kept)
+    state = space.publish_state(TOKENS, STATE)
+    assert store.context.counters.written_bytes == kept + state.written
+    assert store.context.counters.published_nodes == 4
+
+
+def test_a_block_whose_commit_fails_is_counted(store, space):
+    """It stays until its grace time ends, whoever goes on."""
+    with publish_lock(store.context.layout), pytest.raises(LockTimeoutError):
+        space.publish(TOKENS, spans(TOKENS, 0, 16, 32))
+    assert store.context.counters.written_bytes == size_of(block_files(store.path)) > 0
+    assert store.context.counters.published_nodes == 0
+    space.publish(TOKENS, spans(TOKENS, 0, 16))
+    before = store.context.counters.written_bytes
+    with publish_lock(store.context.layout), pytest.raises(LockTimeoutError):
+        space.publish_state(TOKENS[:16], STATE)
+    assert store.context.counters.written_bytes > before
+    assert store.context.counters.written_bytes == size_of([*block_files(store.path), *node_files(store.path)])
+
+
+def test_what_came_before_a_hole_is_counted(store, space, monkeypatch):
+    """The parent of the third went while the third was written."""
+    commit, done = store.context.fs.rename, []
+
+    def rename(source, target):
+        if target.suffix == ".kv":
+            done.append(target)
+        if len(done) == 2 and target.suffix != ".kv":
+            done.pop().unlink()
+        commit(source, target)
+
+    monkeypatch.setattr(type(store.context.fs), "rename", lambda _fs, source, target: rename(source, target))
+    with pytest.raises(MissingParentError):
+        space.publish(TOKENS, spans(TOKENS, 0, 16, 32, 40))
+    counters = store.context.counters
+    assert counters.published_nodes == 2
+    assert counters.written_bytes > size_of([*block_files(store.path), *node_files(store.path)]), "and what went"
