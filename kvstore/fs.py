@@ -43,7 +43,7 @@ _F_BARRIERFSYNC = 85  # macOS <sys/fcntl.h>; Python's fcntl module has no name f
 # What a file system answers when it has no such operation: not a failure to keep the data.
 _NOT_SUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.ENOSYS}
 
-# What compresses to a sixty-fourth is no KV, and less than this may be asked of anybody's memory.
+# A file of this size or more with less than a sixty-fourth of it on disk is a forged size and no KV.
 _HOLES = 64
 _HOLES_FROM = 64 << 20
 

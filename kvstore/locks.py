@@ -27,11 +27,8 @@ POLL_S = 0.005
 
 _PATIENCE_S = 0.1
 _IMPATIENT_S = POLL_S / 5
-"""How often after waiting that long. Nobody queues for a lock that is polled: who asks next when it is free has it, so
-who has waited asks more often than who has just come. 24 processes that did nothing but publish, four pairs of runs on
-two cores that had other work: one wait in a hundred took 0.56 to 1.9 s instead of 0.78 to 2.1 s, less in each pair; the
-number of publishes and the longest wait (1 to 4 s) changed within what the other work did to them.
-"""
+"""How often after waiting that long. Nobody queues for a lock that is polled: whoever asks next when it is free has it, so
+whoever has waited asks more often than whoever has just come."""
 
 # What flock answers on a file system without it, or on NFS without a lock daemon.
 _NO_FLOCK = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
