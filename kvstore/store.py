@@ -158,8 +158,8 @@ class Namespace:
         return self._space.context.interval
 
     def lookup(self, tokens: Iterable[int] | bytes, *, trimmable: bool = True, prefill_only: bool = False) -> Match:
-        """The longest saved prefix of these tokens; match.count is 0 when there is none. Never raises
-        OSError; TokenError for an id that is none.
+        """The longest saved prefix of these tokens; match.count is 0 when there is none. Raises TokenError for what is
+        no token id, and no OSError ever.
 
         trimmable False is for engines whose caches cannot be cut at any token: the match ends at a boundary state.
         prefill_only leaves out what was decoded and what follows it.
