@@ -174,7 +174,9 @@ def decode(data: Buffer) -> Manifest:
         raise DamagedManifestError("manifest key is not the key of its tokens")
     blocks = _block_refs(view[refs_at:writer_at])
     kind = _KIND_OF[kind_number]
-    if kind == "kv" and blocks:
+    if kind == "state":
+        _check_state(blocks, first, count)
+    elif blocks:
         _check_spans(blocks, first, count)
     try:
         writer = str(view[writer_at:end], "utf-8")
@@ -240,6 +242,12 @@ def _block_refs(rows: memoryview) -> tuple[BlockRef, ...]:
             raise DamagedManifestError("manifest has flags this version does not know")
         blocks.append(BlockRef(digest, size, first, count, payload, flags == _DECODE_FLAG))
     return tuple(blocks)
+
+
+def _check_state(blocks: tuple[BlockRef, ...], first: int, count: int) -> None:
+    """A boundary state has one block, which says itself whose it is: no other prefix's state is served for this one."""
+    if [(ref.first, ref.count) for ref in blocks] != [(first, count)] or blocks[0].payload > blocks[0].size:
+        raise DamagedManifestError("a boundary state has exactly one block, of its own tokens")
 
 
 def _check_spans(blocks: tuple[BlockRef, ...], first: int, count: int) -> None:

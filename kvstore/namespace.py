@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvstore.errors import KVStoreError
 from kvstore.fs import FileSystem
 from kvstore.keys import namespace_fingerprint
 from kvstore.layout import Layout
@@ -26,7 +27,8 @@ _ID_BYTES = 16
 class NamespaceInfo:
     """A namespace to be used.
 
-    description is hashed; label (a model's name, say) is only shown. salt separates tenants and is never written.
+    description is hashed; label (a model's name, say) is only shown, and what of it UTF-8 cannot hold (a path may have
+    such bytes) is shown as "?". salt separates tenants and is never written.
     """
 
     description: Mapping[str, Any]
@@ -35,8 +37,11 @@ class NamespaceInfo:
 
     @property
     def fingerprint(self) -> bytes:
-        """All 32 bytes of the fingerprint."""
-        return namespace_fingerprint(self.description, self.salt)
+        """All 32 bytes of the fingerprint. Raises KVStoreError for a description that is no JSON, or no UTF-8."""
+        try:
+            return namespace_fingerprint(self.description, self.salt)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise KVStoreError(f"describe a namespace by JSON values that UTF-8 can hold: {error!r:.200}") from error
 
     @property
     def id(self) -> str:
@@ -48,7 +53,7 @@ class NamespaceInfo:
         content = {
             "format": 1,
             "fingerprint": self.fingerprint.hex(),
-            "label": self.label,
+            "label": _shown(self.label),
             "salted": bool(self.salt),
             "created": created,
             "description": self.description,
@@ -70,4 +75,8 @@ def read_label(fs: FileSystem, layout: Layout, namespace: str) -> str:
     """What a namespace's document calls it; empty when nothing can be read there."""
     label = read_namespace_file(fs, layout.namespace_file(namespace)).get("label")
     # JSON may hold half of a surrogate pair, which no output could encode.
-    return label.encode(errors="replace").decode() if isinstance(label, str) else ""
+    return _shown(label) if isinstance(label, str) else ""
+
+
+def _shown(text: str) -> str:
+    return text.encode(errors="replace").decode()

@@ -26,7 +26,7 @@ from kvstore.keys import Buffer
 from kvstore.lookup import Step, load_manifest
 from kvstore.manifest import BlockRef
 from kvstore.populate import populate
-from kvstore.untrusted import JSON_ERRORS, fits
+from kvstore.untrusted import JSON_ERRORS, fits, parse
 
 __all__ = [
     "AllocateState",
@@ -43,6 +43,9 @@ _UNSEEN = 4 << 20
 """Memory that a header alone is believed for."""
 
 _PIECE = 1 << 20
+
+MAX_SIZE = 1 << 40
+"""No size of a tensor's shape reaches this."""
 
 Scalar: TypeAlias = bool | int | float | str | None
 """A small typed value: what JSON can tell apart. Floats keep all their bits (repr round-trips)."""
@@ -81,17 +84,26 @@ AllocateState: TypeAlias = Callable[[tuple[StateTensor, ...]], Mapping[str, memo
 
 
 def state_parts(state: State, first: int, count: int) -> tuple[list[Buffer], int]:
-    """The file of a state as buffers to write, and its payload offset; raises PublishError when data do not fit."""
-    if len(state.data) != len(state.tensors) or len({tensor.name for tensor in state.tensors}) != len(state.tensors):
-        raise PublishError("a state needs one buffer and one name for each tensor")
-    for value in state.values.values():
-        if not isinstance(value, bool | int | float | str | None) or (
-            isinstance(value, float) and not math.isfinite(value)
-        ):
-            raise PublishError(f"{value!r} is not a value that a state can hold")
+    """The file of a state as buffers to write, and its payload offset; raises PublishError for what no reader takes."""
+    if len(state.data) != len(state.tensors):
+        raise PublishError("a state needs one buffer for each tensor")
+    for name, value in state.values.items():
+        if not isinstance(name, str) or not _is_scalar(value):
+            raise PublishError(f"{name!r:.80}: {value!r:.80} is not a value that a state can hold")
+    try:
+        parts, payload, size = _parts(state, first, count)
+        parse_state_header(parts[0], BlockRef(b"", size, first, count, payload))
+    except (DamagedBlockError, *JSON_ERRORS) as error:
+        raise PublishError(f"a state that nobody could read: {error!s:.200}") from error
+    return parts, payload
+
+
+def _parts(state: State, first: int, count: int) -> tuple[list[Buffer], int, int]:
+    """Buffers to write, payload offset and size of the file; raises PublishError, or one of JSON_ERRORS."""
     for tensor in state.tensors:
-        if not fits(tensor.shape):
-            raise PublishError(f"{tensor.name} has a shape that no array can have: {tensor.shape!r:.80}")
+        _tensor((tensor.name, tensor.dtype, tensor.shape))
+    if len({tensor.name for tensor in state.tensors}) != len(state.tensors):
+        raise PublishError("two tensors of a state have one name")
     empty = [[tensor.name, tensor.dtype, list(tensor.shape)] for tensor in state.tensors if not tensor.nbytes]
     entries: dict[str, Any] = {
         "__metadata__": {
@@ -116,7 +128,7 @@ def state_parts(state: State, first: int, count: int) -> tuple[list[Buffer], int
             at += tensor.nbytes
             parts.append(data)
     head = pack_header(entries, state.phase, at)
-    return [head, *parts], len(head)
+    return [head, *parts], len(head), len(head) + at
 
 
 def read_state(space: Space, step: Step, allocate: AllocateState) -> dict[str, Scalar] | None:
@@ -125,15 +137,14 @@ def read_state(space: Space, step: Step, allocate: AllocateState) -> dict[str, S
     None when it is missing or damaged; the counter counts it and the next lookup passes it by. One that cannot be read
     now is a miss.
     """
-    context = space.context
     path = step.path.with_suffix(".state")
-    with context.reading([step.where, str(path)]):
-        return _read_at(space, path, allocate)
+    with space.context.reading([step.where, str(path)]):
+        return _read_at(space, step, path, allocate)
 
 
-def _read_at(space: Space, path: Path, allocate: AllocateState) -> dict[str, Scalar] | None:
+def _read_at(space: Space, step: Step, path: Path, allocate: AllocateState) -> dict[str, Scalar] | None:
     context = space.context
-    ref = _ref(space, path)
+    ref = _ref(space, step, path)
     if ref is None:
         return None
     try:
@@ -151,21 +162,26 @@ def _read_at(space: Space, path: Path, allocate: AllocateState) -> dict[str, Sca
 
 def state_size(space: Space, step: Step) -> int:
     """Bytes that read_state would read at a node; 0 when there is nothing good to read."""
-    ref = _ref(space, step.path.with_suffix(".state"))
+    ref = _ref(space, step, step.path.with_suffix(".state"))
     return 0 if ref is None else ref.size
 
 
-def _ref(space: Space, path: Path) -> BlockRef | None:
-    """What a state's manifest names; None when it is missing, or damaged, which is remembered and counted once."""
+def _ref(space: Space, step: Step, path: Path) -> BlockRef | None:
+    """What a state's manifest names; None when it is missing, or damaged, which is remembered and counted once.
+
+    Its name, which was compared, has the parent and the key; where it begins is in neither.
+    """
     if path in space.context.damaged:
         return None
     manifest = load_manifest(space, path)
     if manifest is None:
         return None
-    if manifest.kind != "state" or len(manifest.blocks) != 1:
+    if (manifest.kind, manifest.first, manifest.end) != ("state", step.first, step.end):
+        space.context.counters.add(damaged=1)
         space.context.damaged.add(path)
         return None
-    return manifest.blocks[0]
+    (ref,) = manifest.blocks
+    return ref
 
 
 def _read(context: Context, ref: BlockRef, allocate: AllocateState) -> dict[str, Scalar]:
@@ -211,10 +227,13 @@ def _digest(fd: int, size: int) -> bytes:
 
 
 def parse_state_header(head: Buffer, ref: BlockRef) -> tuple[tuple[StateTensor, ...], dict[str, Scalar]]:
-    """Tensors (in payload order, then the empty ones) and values of a header; raises DamagedBlockError."""
+    """Tensors (in payload order, then the empty ones) and values of a header; raises DamagedBlockError.
+
+    Every name is there once, because memory is asked for by name.
+    """
     entries, metadata = read_header(head, ref)
     try:
-        values = json.loads(metadata["values"])
+        values = parse(metadata["values"].encode())
         rows = [[name, entry["dtype"], entry["shape"]] for name, entry in entries.items()]
         tensors = [_tensor(row) for row in rows]
         at = 0
@@ -222,13 +241,13 @@ def parse_state_header(head: Buffer, ref: BlockRef) -> tuple[tuple[StateTensor, 
             if not tensor.nbytes or entry["data_offsets"] != [at, at + tensor.nbytes]:
                 raise ValueError("tensors overlap or leave holes")
             at += tensor.nbytes
-        empty = [_tensor(row) for row in json.loads(metadata["empty"])]
+        empty = [_tensor(row) for row in parse(metadata["empty"].encode())]
         if any(tensor.nbytes for tensor in empty):
             raise ValueError("a tensor without data has a size")
         tensors += empty
-        if not isinstance(values, dict) or not all(
-            isinstance(v, bool | int | float | str | None) for v in values.values()
-        ):
+        if len({tensor.name for tensor in tensors}) != len(tensors):
+            raise ValueError("two tensors have one name")
+        if not isinstance(values, dict) or not all(map(_is_scalar, values.values())):
             raise TypeError("values are not scalars")
     except JSON_ERRORS as error:
         raise DamagedBlockError(f"header cannot be read: {error!r:.200}") from error
@@ -237,10 +256,14 @@ def parse_state_header(head: Buffer, ref: BlockRef) -> tuple[tuple[StateTensor, 
     return tuple(tensors), values
 
 
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, bool | int | str | None) or (isinstance(value, float) and math.isfinite(value))
+
+
 def _tensor(row: Sequence[Any]) -> StateTensor:
     name, dtype, shape = row
-    if not isinstance(name, str) or dtype not in DTYPE_BYTES:
-        raise ValueError("a tensor has an impossible name or dtype")
-    if any(type(size) is not int or not 0 <= size < 1 << 40 for size in shape) or not fits(shape):
+    if not isinstance(name, str) or name == "__metadata__" or dtype not in DTYPE_BYTES:
+        raise ValueError(f"tensor {name!r:.80} has an impossible name or dtype")
+    if any(type(size) is not int or not 0 <= size < MAX_SIZE for size in shape) or not fits(shape):
         raise ValueError(f"tensor {name!r:.80} has an impossible shape")
     return StateTensor(name, dtype, tuple(shape))

@@ -57,8 +57,4 @@ def load(context: Context, file: NodeFile) -> Stored | None:
         raise DamagedManifestError(f"its interval is {manifest.interval} tokens, not {context.interval}")
     if not manifest.first and manifest.parent != root_key(manifest.fingerprint, manifest.interval):
         raise DamagedManifestError("it begins at token 0 but does not continue the namespace's root")
-    if manifest.kind == "state" and [(ref.first, ref.count) for ref in manifest.blocks] != [
-        (manifest.first, manifest.count)
-    ]:
-        raise DamagedManifestError("a boundary state has exactly one block, of its own tokens")
     return Stored(path, manifest, data, status)

@@ -148,8 +148,10 @@ def _clean(report: Report) -> dict[str, float]:
 class _AllGood(Headers):
     """Takes every block for good without a look, to time the manifests alone."""
 
-    def check(self, ref: BlockRef, kind: Kind) -> None:
+    def check(self, ref: BlockRef, kind: Kind) -> bytes:
         """Say nothing against it."""
+        del ref, kind
+        return b""
 
 
 def _manifests(job: Mapping[str, Any]) -> dict[str, float]:

@@ -43,13 +43,17 @@ class Headers:
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._good: dict[bytes, BlockRef] = {}
-        self._known: set[tuple[bytes, bytes, int, int, Kind]] = set()
+        self._good: dict[bytes, tuple[BlockRef, bytes]] = {}
+        self._known: dict[tuple[bytes, bytes, int, int, Kind], bytes] = {}
 
-    def check(self, ref: BlockRef, kind: Kind) -> None:
-        """Whether a block can be what a manifest says, by its size and header. Raises DamagedBlockError and OSError."""
-        if self._good.get(ref.digest) == ref:
-            return
+    def check(self, ref: BlockRef, kind: Kind) -> bytes:
+        """Whether a block can be what a manifest says, by its size and header: which tensors it holds (see _parse).
+
+        Raises DamagedBlockError and OSError.
+        """
+        good = self._good.get(ref.digest)
+        if good is not None and good[0] == ref:
+            return good[1]
         fd, status = self._reader.fs.open_fd(self._reader.block(ref.digest))
         try:
             if status.st_size != ref.size:
@@ -61,21 +65,25 @@ class Headers:
         usual = b'{"__metadata__":{"format":"kvstore/1","first":"%d","count":"%d"' % (ref.first, ref.count)
         if head.startswith(usual, 8):
             known = (head[:8], head[8 + len(usual) :], ref.count, ref.size, kind)
-            if known not in self._known:
-                _parse(head, ref, kind)
+            tensors = self._known.get(known)
+            if tensors is None:
+                tensors = _parse(head, ref, kind)
                 if len(self._known) >= _KNOWN:
                     self._known.clear()
-                self._known.add(known)
+                self._known[known] = tensors
         else:
-            _parse(head, ref, kind)
-        self._good[ref.digest] = ref
+            tensors = _parse(head, ref, kind)
+        self._good[ref.digest] = ref, tensors
+        return tensors
 
 
-def _parse(head: bytes, ref: BlockRef, kind: Kind) -> None:
+def _parse(head: bytes, ref: BlockRef, kind: Kind) -> bytes:
+    """A hash of the tensors of a token span, which all blocks of a prompt have in common; empty for a state."""
     if kind == "kv":
-        read_specs(head, ref)
-    else:
-        parse_state_header(head, ref)
+        specs = [(spec.name, spec.dtype, spec.outer, spec.inner) for spec in read_specs(head, ref)]
+        return xxhash.xxh3_64_digest(repr(specs).encode(errors="backslashreplace"))
+    parse_state_header(head, ref)
+    return b""
 
 
 def judge_block(reader: Reader, digest: bytes) -> tuple[Seen, Fault | None] | None:

@@ -30,6 +30,10 @@ _PARENT_HEX = 2 * NAME_KEY_BYTES
 
 _BARE = "It has no blocks, unlike others of its prompt, so a restore ends before it."
 
+_UNLIKE = "Its blocks hold other tensors than the prefix that it continues, so a restore ends before it."
+
+_CODES = {_BARE: "manifest-bare", _UNLIKE: "manifest-tensors"}
+
 
 def judge_lineage(judge: Judge, nodes: list[Node]) -> None:
     """Report or count every node that continues nothing usable; nodes grows by what was published meanwhile."""
@@ -67,7 +71,9 @@ class _Lineage:
         """What is wrong with the place of a node: "" when what it continues is not there, None when nothing is."""
         if node.kind == "state":
             kv = self._usable.get(node.key)
-            return None if kv is not None and kv.namespace == node.namespace else self._unless_newer(node, node.key)
+            if kv is None or kv.namespace != node.namespace:
+                return self._unless_newer(node, node.key)
+            return None if kv.first == node.first else "It begins at another token than the KV that it belongs to."
         if node.key in self._above_blocks:
             return _BARE
         return None if node.first == 0 else self._trouble_above(node)
@@ -82,7 +88,9 @@ class _Lineage:
             self._full, _PARENT_HEX
         ):
             return "The prefix that it continues does not end where it begins."
-        return _BARE if parent.digests and not node.digests else None
+        if parent.digests and not node.digests:
+            return _BARE
+        return _UNLIKE if parent.tensors and node.tensors and parent.tensors != node.tensors else None
 
     def _unless_newer(self, node: Node, key: Key) -> str | None:
         return None if node.namespace + _hex(key) in self._judge.newer else ""
@@ -107,7 +115,7 @@ class _Lineage:
         lacks = _hex(node.key if node.kind == "state" else node.parent)
         if trouble:
             self._spared.add(_hex(node.key))
-            code = "manifest-bare" if trouble == _BARE else "manifest-parent"
+            code = _CODES.get(trouble, "manifest-parent")
             self._judge.problems.append(Problem("error", code, path, trouble, "damaged", seen))
         elif lacks in self._spared or self._judge.young(seen):
             self._spared.add(_hex(node.key))

@@ -132,15 +132,20 @@ def inspect_node(reader: Reader, namespace: str, file: str, headers: Headers | N
     headers = headers or Headers(reader)
     missing: list[BlockRef] = []
     wrong: list[tuple[BlockRef, str]] = []
+    tensors = b""
     for ref in manifest.blocks:
         try:
-            headers.check(ref, manifest.kind)
+            found = headers.check(ref, manifest.kind)
         except FileNotFoundError:
             missing.append(ref)
         except (OSError, DamagedBlockError) as error:
             wrong.append((ref, str(error)))
+        else:
+            if tensors and found != tensors:
+                return Inspected(seen, mode, Fault("manifest-tensors", "Its blocks do not all hold the same tensors."))
+            tensors = found
     digests = b"".join([ref.digest for ref in manifest.blocks])
-    node = Node(namespace, file, manifest.first, manifest.parent, manifest.key, digests)
+    node = Node(namespace, file, manifest.first, manifest.parent, manifest.key, digests, tensors)
     return Inspected(seen, mode, None, node, manifest.blocks, tuple(missing), tuple(wrong))
 
 
@@ -155,10 +160,6 @@ def _misplaced(reader: Reader, manifest: Manifest, namespace: str, file: str) ->
         return Fault("manifest-interval", sentence)
     if manifest.first == 0 and manifest.parent != root_key(manifest.fingerprint, manifest.interval):
         return Fault("manifest-parent", "It begins at token 0 but does not continue the namespace's root.")
-    if manifest.kind == "state":
-        spans = [(ref.first, ref.count) for ref in manifest.blocks]
-        if spans != [(manifest.first, manifest.count)]:
-            return Fault("manifest-damaged", "It is damaged: a boundary state has one block, of its own tokens.")
     return None
 
 

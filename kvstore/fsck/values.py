@@ -45,7 +45,10 @@ class Reader:
 
 
 class Node(NamedTuple):
-    """A manifest that is whole. digests: of its blocks, joined: a million of these have to fit."""
+    """A manifest that is whole. digests: of its blocks, joined: a million of these have to fit.
+
+    tensors: a hash of those that its blocks hold; empty when it has none, or is of a state.
+    """
 
     namespace: str
     file: str
@@ -53,6 +56,7 @@ class Node(NamedTuple):
     parent: Key
     key: Key
     digests: bytes
+    tensors: bytes = b""
 
     @property
     def kind(self) -> Kind:

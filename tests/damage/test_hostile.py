@@ -11,12 +11,15 @@ import os
 from pathlib import Path
 
 import pytest
-from core_support import INFO, Memory, files, open_store, prompt
+from core_support import INFO, Memory, files, open_store, prompt, spans
 from format_support import Forged, Ref, block_bytes, install_block, pack, root_of
 from hostile_support import measured
 
-from kvstore import Namespace, TensorSpec
+from kvstore import Match, Namespace, State, StateTensor, TensorSpec
 from kvstore.blocks import MAX_HEADER_BYTES
+from kvstore.fsck import check
+from kvstore.manifest import decode
+from kvstore.states import state_parts
 
 TOKENS = prompt(16)
 
@@ -296,7 +299,12 @@ STATE_LIES: dict[str, bytes | str | dict] = {
     "metadata of more tokens": state({"count": "17"}),
     "metadata of another format": state({"format": "kvstore/2"}),
     "a name twice": json.dumps(STATE)[:-1] + f',"s":{json.dumps(STATE["s"])}}}',
-}
+    "a name with bytes and without": state({"empty": '[["s","U8",[0]]]'}),
+    "a name twice without bytes": state({"empty": '[["e","U8",[0]],["e","U8",[0]]]'}),
+    "a value twice": state({"values": '{"n":1,"n":2}'}),
+    "a tensor without bytes of a reserved name": state({"empty": '[["__metadata__","U8",[0]]]'}),
+    "a size of 2**40": state({"empty": '[["e","U8",[0,1099511627776]]]'}),
+} | {f"a value of {text}": state({"values": f'{{"n":{text}}}'}) for text in ("NaN", "Infinity", "-Infinity", "1e999")}
 
 INSIDE = {
     "87,000 objects": "[" + "{}," * 87_000 + "{}]",
@@ -321,9 +329,8 @@ STATE_LIES |= {
 
 def read_state(root: Path) -> dict | None:
     with open_store(root) as store:
-        space: Namespace = store.namespace(INFO)
-        match = space.lookup(TOKENS, trimmable=False)
-        return space.read_state(match, lambda tensors: {t.name: memoryview(bytearray(t.nbytes)) for t in tensors})
+        space = store.namespace(INFO)
+        return read_state_of(space, space.lookup(TOKENS, trimmable=False))
 
 
 def install_state(root: Path, content: bytes | str | dict, **changes) -> None:
@@ -343,6 +350,70 @@ def test_a_state_that_is_forged_without_a_lie_is_served(root):
 def test_a_lie_in_the_header_of_a_state_is_a_miss(root, lie):
     install_state(root, STATE_LIES[lie])
     assert measured(lambda: read_state(root)) is None
+
+
+@pytest.mark.parametrize("lie", STATE_LIES)
+def test_a_lie_in_the_header_of_a_state_is_found_and_healed(root, lie):
+    install_state(root, STATE_LIES[lie])
+    with open_store(root) as store:
+        assert [finding.code for finding in check(store.context, settle_s=0).findings if finding.severity == "error"]
+        space = store.namespace(INFO)
+        match = space.lookup(TOKENS, trimmable=False)
+        assert (match.count, read_state_of(space, match)) == (16, None)
+        assert store.counters.damaged == 1
+        assert space.lookup(TOKENS, trimmable=False).count == 0
+        space.publish_state(TOKENS, State((StateTensor("s", "U8", (1,)),), [b"s"], {"n": 2}))
+        assert read_state_of(space, space.lookup(TOKENS, trimmable=False)) == {"n": 2}
+    assert read_state(root) == {"n": 2}
+
+
+def read_state_of(space: Namespace, match: Match) -> dict | None:
+    return space.read_state(match, lambda tensors: {t.name: memoryview(bytearray(t.nbytes)) for t in tensors})
+
+
+def stateful(root: Path) -> tuple[list[int], Path, Ref, bytes]:
+    """Two chunks with a state at the first; the prompt, where the other's would lie, that state, and its parent."""
+    tokens = prompt(32)
+    with open_store(root) as store:
+        space = store.namespace(INFO)
+        space.publish(tokens, spans(tokens, 0, 16, 32))
+        space.publish_state(tokens[:16], State((StateTensor("s", "U8", (1,)),), [b"s"], {"n": 16}))
+        first, second = space.lookup(tokens).steps
+    above = decode(first.path.with_suffix(".state").read_bytes())
+    (ref,) = above.blocks
+    forged = Ref(ref.digest, ref.size, ref.first, ref.count, ref.payload)
+    return tokens, second.path.with_suffix(".state"), forged, above.key
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [{}, {"first": 0}, {"first": 48}, {"refs": ()}, {"refs": 2}],
+    ids=["another's block", "another's place", "a place to come", "no block", "two blocks"],
+)
+def test_the_state_of_another_prefix_is_a_miss(root, lie):
+    """Name, checksum and digest are right; what it holds is the state of 16 tokens before."""
+    tokens, path, ref, parent = stateful(root)
+    refs = (ref,) * lie.get("refs", 1) if lie.get("refs") != () else ()
+    at = lie.get("first", 16)
+    if at == 48:
+        parts, payload = state_parts(State((), [], {"n": 48}), 48, 16)
+        refs = (Ref(install_block(root, b"".join(parts)), len(b"".join(parts)), 48, 16, payload),)
+    forged = Forged(INFO.fingerprint, parent, pack(tokens[16:]), refs, first=at, kind=2)
+    path.write_bytes(forged.encode())
+    assert path.stem == forged.file_name().removesuffix(".kv")
+    with open_store(root) as store:
+        assert [finding.code for finding in check(store.context, settle_s=0).findings if finding.severity == "error"]
+        space = store.namespace(INFO)
+        match = space.lookup(tokens, trimmable=False)
+        assert match.count == 32
+        assert space.state_size(match) == 0
+        assert read_state_of(space, match) is None
+        assert store.counters.damaged == 1
+        # What it named is whole, and stays in use.
+        before = space.lookup(tokens, trimmable=False)
+        assert (before.count, read_state_of(space, before)) == (16, {"n": 16})
+        space.publish_state(tokens, State((StateTensor("s", "U8", (1,)),), [b"t"], {"n": 32}))
+        assert read_state_of(space, space.lookup(tokens, trimmable=False)) == {"n": 32}
 
 
 @pytest.mark.parametrize("changes", [{"size": 2**63}, {"payload": 2**32 - 1}, {"payload": 0}, {"digest": b"\1" * 16}])

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from core_support import FAST, INFO, open_store
+from core_support import FAST, INFO, SPECS, kv, open_store
 from fsck_support import (
     GROWN,
     LATER,
@@ -40,6 +40,7 @@ from fsck_support import (
 from gc_support import DAY, TENANT, prompt, publish, space_of, state
 
 from kvstore import FileSystem, Span, Store
+from kvstore.blocks import block_parts
 from kvstore.context import Owner, this_process
 from kvstore.errors import DamagedBlockError
 from kvstore.fsck import ExitCode, repair
@@ -49,6 +50,7 @@ from kvstore.keys import block_digest, checksum, pack_tokens
 from kvstore.layout import Layout
 from kvstore.manifest import BlockRef, decode
 from kvstore.quotas import write_quota
+from kvstore.states import state_parts
 from kvstore.stats import StatsFile
 
 
@@ -184,6 +186,42 @@ def child_of_another_namespace(root: Path) -> Path:
 def two_states(root: Path) -> Path:
     path = node(root, LONG, "state")
     return rewrite(root, path, blocks=refs(path) * 2)
+
+
+def state_of_another(root: Path) -> Path:
+    return rewrite(root, node(root, LONG, "state"), blocks=refs(node(root, LONG[:32], "state")))
+
+
+def installed(root: Path, parts: list, payload: int, first: int, count: int) -> BlockRef:
+    """A block of such parts, in its place, and what refers to it."""
+    data = b"".join(parts)
+    ref = BlockRef(block_digest([data]), len(data), first, count, payload)
+    target = Layout(root).block(ref.digest)
+    target.parent.mkdir(mode=0o700, exist_ok=True)
+    target.write_bytes(data)
+    target.chmod(0o600)
+    return ref
+
+
+def state_elsewhere(root: Path) -> Path:
+    """All of it says that it begins at token 16, and its KV begins at 32."""
+    ref = installed(root, *state_parts(state(2), 16, 8), 16, 8)
+    return rewrite(root, node(root, LONG, "state"), first=16, blocks=(ref,))
+
+
+def other_tensors(root: Path, tokens: list[int], first: int, count: int) -> BlockRef:
+    specs = tuple(replace(spec, name=f"other {spec.name}") for spec in SPECS)
+    parts, payload = block_parts(Span(first, count, specs, kv(tokens, first, first + count)))
+    return installed(root, parts, payload, first, count)
+
+
+def child_of_other_tensors(root: Path) -> Path:
+    return rewrite(root, node(root, LONG), blocks=(other_tensors(root, LONG, 32, 8),))
+
+
+def blocks_of_other_tensors(root: Path) -> Path:
+    path = node(root, GROWN)
+    return rewrite(root, path, blocks=(*refs(path)[:-1], other_tensors(root, GROWN, 25, 5)))
 
 
 def unusable(root: Path, header: object, payload: int = 80) -> Path:
@@ -325,6 +363,10 @@ CASES = {
     "manifest far too large": Case("manifest-damaged", lambda root: enlarged(node(root, LONG))),
     "state flipped": Case("manifest-damaged", lambda root: flipped(node(root, LONG, "state"))),
     "state with two blocks": Case("manifest-damaged", two_states),
+    "state of another prefix": Case("manifest-damaged", state_of_another),
+    "state of another place": Case("manifest-parent", state_elsewhere),
+    "child of other tensors": Case("manifest-tensors", child_of_other_tensors),
+    "blocks of other tensors": Case("manifest-tensors", blocks_of_other_tensors),
     "manifests swapped": Case("manifest-misnamed", lambda root: swapped(node(root, LONG), node(root, OTHER))),
     "manifest with other rungs": Case("manifest-misnamed", other_rungs),
     "manifest in another namespace": Case("manifest-misnamed", other_namespace),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import pytest
 import xxhash
@@ -48,10 +49,15 @@ def test_the_bytes_of_the_format_page_are_read():
     assert decode(GOOD.encode()) == DECODED
 
 
-def test_a_state_manifest_may_refer_to_blocks_that_are_no_token_spans():
-    state = decode(GOOD.but(kind=2, refs=(Ref(b"\xc0" * 16, 10, 0, 0, 10),)).encode())
+def test_a_state_manifest_has_one_block_of_its_own_tokens():
+    ref = Ref(b"\xc0" * 16, 10, 32, 5, 10)
+    state = decode(GOOD.but(kind=2, refs=(ref,)).encode())
     assert state.kind == "state"
-    assert state.blocks == (BlockRef(b"\xc0" * 16, 10, 0, 0, 10),)
+    assert state.blocks == (BlockRef(b"\xc0" * 16, 10, 32, 5, 10),)
+    others = replace(ref, first=16), replace(ref, count=4), replace(ref, first=0, count=0), replace(ref, payload=11)
+    for refs in (), (ref, ref), *((other,) for other in others):
+        with pytest.raises(DamagedManifestError, match="exactly one block"):
+            decode(GOOD.but(kind=2, refs=refs).encode())
 
 
 def test_no_blocks_at_all_is_a_node_of_an_engine_that_keeps_nothing_per_token():

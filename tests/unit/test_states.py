@@ -191,12 +191,42 @@ def test_a_removed_state_is_no_resume_point(namespace):
         State((), [], {"x": [1]}),
         State((), [], {"x": float("nan")}),
         State((), [], {"x": float("inf")}),
+        State((), [], {"x": 10**5000}),
+        State((), [], {1: 2}),
+        State((StateTensor("__metadata__", "F32", (2,)),), [bytes(8)]),
+        State((StateTensor("__metadata__", "F32", (0,)),), [b""]),
+        State((StateTensor("a", "F32", (-1, -2)),), [bytes(8)]),
+        State((StateTensor("a", "F32", (0, -2)),), [b""]),
+        State((StateTensor("a", "F32", (0, 1 << 40)),), [b""]),
+        State((StateTensor("a", "C64", (2,)),), [bytes(16)]),
+        State((StateTensor(5, "F32", (2,)),), [bytes(8)]),
+        State((StateTensor("a", "F32", None),), [bytes(8)]),
+        State((StateTensor("a", "F32", (1,)), StateTensor("a", "F32", (0,))), [b"1234", b""]),
     ],
 )
-def test_what_does_not_fit_is_refused(namespace, bad):
+def test_what_does_not_fit_is_refused(store, namespace, bad):
     publish_to(namespace, 32)
     with pytest.raises(PublishError):
         namespace.publish_state(TOKENS[:32], bad)
+    assert store.counters.failed_publishes == 1
+    assert namespace.lookup(TOKENS, trimmable=False).count == 0
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        State((), []),
+        State((StateTensor("", "F32", ()),), [bytes(4)]),
+        State((StateTensor("a", "F32", (0, (1 << 40) - 1)),), [b""], {"__metadata__": 1, "": 2}),
+        State((StateTensor("a\udc80", "U8", (1,)),), [b"1"], {"\udc80": "\udc80", "x": 10**199}),
+    ],
+)
+def test_what_is_published_is_read(namespace, odd):
+    publish_to(namespace, 32)
+    namespace.publish_state(TOKENS[:32], odd)
+    values, memory = read(namespace, namespace.lookup(TOKENS, trimmable=False))
+    assert values == odd.values
+    assert memory["tensors"] == odd.tensors
 
 
 def test_a_node_of_an_engine_without_kv(namespace):
