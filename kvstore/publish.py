@@ -8,15 +8,17 @@ Failures raise. The caller (an engine adapter's writer thread) counts them, drop
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
-from kvstore.blocks import Span, block_parts
+from kvstore.blocks import MAX_HEADER_BYTES, Span, TensorSpec, block_parts, read_specs
 from kvstore.children import names, sharing
 from kvstore.commit import existing, intact, node_path, put_block, put_node
-from kvstore.context import Space
-from kvstore.errors import MissingParentError, PublishError
+from kvstore.context import Context, Space
+from kvstore.errors import DamagedBlockError, MissingParentError, PublishError
 from kvstore.keys import TOKEN_BYTES, node_key
 from kvstore.lookup import Chunk, chunks, common_tokens, load_manifest
 from kvstore.manifest import BlockRef
@@ -48,7 +50,7 @@ def publish(space: Space, packed: bytes, spans: Sequence[Span]) -> Published:
     the border are referenced, not written again.
 
     Raises MissingParentError when what comes before the first span is not in the store, PublishError for spans that do
-    not follow each other, cross a chunk border, or have tensors where others of the prompt have none, LockTimeoutError,
+    not follow each other, cross a chunk border, or have other tensors than the rest of the prompt, LockTimeoutError,
     FormatVersionError where a newer kvstore has published the node, and OSError from the file system. Nodes before the
     failing one stay published.
     """
@@ -57,23 +59,26 @@ def publish(space: Space, packed: bytes, spans: Sequence[Span]) -> Published:
     end = spans[0].first
     ways = _chunks_of(space, packed, spans)
     before: tuple[BlockRef, ...] | None = None
+    known: Span | None = None
     for span, (parent, chunk) in zip(spans, ways, strict=True):
         if parent is not None:
             _require(space, parent)
         if span.first == chunk.first:
+            above = before
             if parent is not None:
-                _check_alike(span, _blocks_of(space, parent) if before is None else before)
+                above = _blocks_of(space, parent) if before is None else before
+                _check_alike(span, above)
             before = ()
         else:
-            if before is None:
-                before = _blocks_before(space, chunk, span.first)
+            above = before = _blocks_before(space, chunk, span.first) if before is None else before
             _check_alike(span, before)
-        before, done = _publish_node(space, parent, chunk, before, span)
+        alike = partial(_check_tensors, space, span, above, known)
+        before, done = _publish_node(space, parent, chunk, before, span, check=alike)
+        known = span if done.nodes else None
         written += done.written
         new += done.blocks
         nodes += done.nodes
         end = done.end
-    space.context.counters.add(published_nodes=nodes, written_bytes=written)
     return Published(end, nodes, written, new)
 
 
@@ -100,6 +105,31 @@ def _check_alike(span: Span, before: tuple[BlockRef, ...] | None) -> None:
     if before is not None and bool(before) != bool(span.specs):
         ours, theirs = ("tensors", "have none") if span.specs else ("no tensors", "do")
         raise PublishError(f"tokens {span.first} to {span.end} have {ours}, but those before them {theirs}")
+
+
+def _check_tensors(space: Space, span: Span, before: tuple[BlockRef, ...] | None, known: Span | None) -> None:
+    """A restore has one set of buffers for the whole prompt, and ends before a block with other tensors.
+
+    known: the span before, if it was just written; otherwise the header of its block, the last of those before, is
+    read. One that cannot be read is left to the restore.
+    """
+    if not before or not span.specs:
+        return
+    specs = _specs_of(space.context, before[-1]) if known is None else known.specs
+    if specs is not None and _layout(specs) != _layout(span.specs):
+        raise PublishError(f"tokens {span.first} to {span.end} have other tensors than those before them")
+
+
+def _layout(specs: Sequence[TensorSpec]) -> list[tuple[str | int, ...]]:
+    return [(spec.name, spec.dtype, spec.outer, *spec.inner) for spec in specs]
+
+
+def _specs_of(context: Context, ref: BlockRef) -> tuple[TensorSpec, ...] | None:
+    try:
+        with context.fs.open_read(context.layout.block(ref.digest)) as (fd, _):
+            return read_specs(os.pread(fd, min(ref.payload, MAX_HEADER_BYTES), 0), ref)
+    except (OSError, DamagedBlockError):
+        return None
 
 
 def _blocks_of(space: Space, chunk: Chunk) -> tuple[BlockRef, ...] | None:
@@ -166,12 +196,21 @@ def _blocks_before(space: Space, chunk: Chunk, border: int) -> tuple[BlockRef, .
 
 
 def _publish_node(
-    space: Space, parent: Chunk | None, chunk: Chunk, before: tuple[BlockRef, ...], span: Span
+    space: Space,
+    parent: Chunk | None,
+    chunk: Chunk,
+    before: tuple[BlockRef, ...],
+    span: Span,
+    *,
+    check: Callable[[], None],
 ) -> tuple[tuple[BlockRef, ...], Published]:
-    """Write one span's block and its node, if they are not there; the node's blocks, and what was done."""
+    """Write one span's block and its node, if they are not there, and check passes; the node's blocks, and what was
+    done.
+    """
     copied: list[int] = []
     if (there := existing(space, chunk, "kv", bare=not span.specs, wrote=copied.append)) is not None:
         return there.blocks, Published(span.end, 0, sum(copied))
+    check()
     new = 0
     refs = before
     if span.specs:
@@ -194,10 +233,8 @@ def publish_state(space: Space, packed: bytes, state: State) -> Published:
     _require(space, chunk)
     copied: list[int] = []
     if existing(space, chunk, "state", wrote=copied.append) is not None:
-        space.context.counters.add(written_bytes=sum(copied))
         return Published(end, 0, sum(copied))
     parts, payload = state_parts(state, chunk.first, chunk.count)
     ref, new = put_block(space.context, parts, payload, chunk.first, chunk.count, decode=state.decode)
     written = new + put_node(space, chunk, "state", (ref,), node_path(space, chunk))
-    space.context.counters.add(published_nodes=1, written_bytes=written)
     return Published(end, 1, written, new)
