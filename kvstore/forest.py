@@ -51,10 +51,14 @@ class Forest:
         self._starts, self._named = array("Q", [0]), array("Q")
         self._block: dict[bytes, int] = {}
         self._sizes, self._user = array("Q"), array("q")
+        # Blocks that only contained tails name: repack gave the longer sibling others.
+        self._beside: dict[bytes, dict[bytes, int]] = {}
         parents: list[bytes] = []
         for marks in parts:
-            # What a longer sibling contains is part of that one, not a conversation of its own.
-            inside = {self._name(marks.nodes[tail]) for tail in marks.containers}
+            # What a longer sibling contains is part of that one, not a conversation of its own; unless it has a state,
+            # where one can resume and in that one cannot.
+            states = {self._name(node) for node in marks.nodes if node.file.kind == "state" and not node.unreadable}
+            inside = {self._name(marks.nodes[tail]) for tail in marks.containers} - states
             found: dict[bytes, list[Marked]] = {}
             for node in marks.nodes:
                 if not node.unreadable and (name := self._name(node)) not in inside:
@@ -62,11 +66,18 @@ class Forest:
             for name, files in found.items():
                 self._add(name, files)
                 parents.append(self._start(files[0]) + bytes.fromhex(files[0].file.parent))
+            self._set_beside([node for node in marks.nodes if not node.unreadable and self._name(node) in inside])
         self._above = array("q", (self._number.get(name, _NONE) for name in parents))
         self._children = array("I", bytes(4 * len(parents)))
         for above in self._above:
             if above != _NONE:
                 self._children[above] += 1
+
+    def _set_beside(self, tails: Iterable[Marked]) -> None:
+        for tail in tails:
+            left = {digest: size for digest, size in tail.blocks if digest not in self._block}
+            if left:
+                self._beside.setdefault(self._start(tail), {}).update(left)
 
     def _name(self, node: Marked) -> bytes:
         """What a node is called here: the number of its namespace, and its key."""
@@ -173,6 +184,14 @@ class Forest:
         """The nodes of one namespace."""
         start = self._namespaces[namespace]
         return (number for number, name in enumerate(self._names) if name.startswith(start))
+
+    def size_of_namespace(self, namespace: str) -> int:
+        """Bytes of all blocks that a namespace names, each once."""
+        named = {block for number in self.of_namespace(namespace) for block in self._blocks(number)}
+        beside = self._beside.get(self._namespaces[namespace], {}).items()
+        return sum(map(self._sizes.__getitem__, named)) + sum(
+            size for digest, size in beside if self._block.get(digest) not in named
+        )
 
     def path(self, number: int) -> list[int]:
         """The nodes from the first that is there down to this one. Ends at a node that does not begin before its child:

@@ -1,7 +1,9 @@
 """The conversations of a cache directory, for people: what is saved, how long it is, and what it would free.
 
-A conversation is a longest saved prefix: a node without children that no longer sibling contains. Everything is read
-from the manifests; no block is opened, so what is damaged inside one is for fsck to find. Changes nothing.
+A conversation is a longest saved prefix: a node without children that no longer sibling contains. (One that has a
+boundary state counts all the same: an engine that can resume only at states needs it, and it is collected on its own.)
+Everything is read from the manifests; no block is opened, so what is damaged inside one is for fsck to find. Changes
+nothing.
 """
 
 from __future__ import annotations
@@ -173,7 +175,7 @@ def by_namespace(found: Listing, chosen: Iterable[Conversation]) -> list[Namespa
             group[0].label,
             len(group),
             max(each.tokens for each in group),
-            found.forest.size(found.forest.of_namespace(namespace)),
+            found.forest.size_of_namespace(namespace),
             max(each.used_ns for each in group),
         )
         for namespace, group in groups.items()

@@ -13,12 +13,13 @@ import pytest
 from core_support import INFO, open_store
 from gc_support import SECOND, TENANT, forge_circle, manifests, prompt, publish, set_used, space_of, state
 
-from kvstore import FileSystem
+from kvstore import FileSystem, State, StateTensor
 from kvstore.forest import Forest
 from kvstore.layout import NodeName
-from kvstore.listing import listing
+from kvstore.listing import branches, by_namespace, listing
 from kvstore.manifest import decode
 from kvstore.marking import Marked, Marks
+from kvstore.merge import merge
 from kvstore.scan import NodeFile
 
 
@@ -60,6 +61,42 @@ def test_a_tail_inside_a_full_chunk_is_no_conversation(store):
     space = space_of(store)
     publish(space, prompt(40), 0, 9, 16, 32, 40)
     assert [(each.tokens, each.nodes) for each in conversations(store)] == [(40, 3)]
+
+
+def test_a_contained_tail_with_a_state_is_a_conversation_where_one_can_resume(store):
+    space = space_of(store)
+    publish(space, prompt(14)[:5])
+    large = State((StateTensor("s", "U8", (100_000,)),), [bytes(100_000)], {})
+    space.publish_state(prompt(14)[:5], large)
+    (before,) = by_namespace(listing(store.context), conversations(store))
+    assert before.size > 100_000
+    publish(space, prompt(14), 5, 14)
+    short, long = conversations(store)
+    assert [(each.tokens, each.resumable) for each in (short, long)] == [(5, True), (14, False)]
+    assert space.lookup(prompt(14), trimmable=False).count == 5
+    found = listing(store.context)
+    (row,) = by_namespace(found, found.conversations)
+    assert row.size == sum(block_sizes(store).values())
+    assert short.own > 100_000
+    assert short.size + long.own == row.size
+    assert {each.size for each in branches(found, [short, long])} == {short.size, long.size}
+
+
+def test_a_contained_tail_s_own_blocks_count_for_its_namespace(store):
+    """Repack joins the longer sibling's blocks; the tail may keep those that it had."""
+    space = space_of(store)
+    publish(space, prompt(5))
+    publish(space_of(store, TENANT), prompt(5))
+    whole = prompt(14)
+    other = store.path.parent / "other"
+    with open_store(other) as joined:
+        publish(space_of(joined), whole)
+        merge(joined.context, store.context)
+    assert len(block_sizes(store)) == 2
+    found = listing(store.context, [space.id])
+    assert [each.tokens for each in found.conversations] == [14]
+    (row,) = by_namespace(found, found.conversations)
+    assert row.size == sum(block_sizes(store).values())
 
 
 def test_branches_share_their_beginning(store):
