@@ -149,50 +149,37 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         self, space: ModelSpace, tokens: list[int], caches: list[Any] | None, in_memory: int, started: float
     ) -> tuple[list[Any] | None, list[int]]:
         """Restore when the directory reaches further than memory, start the recording, and log the one line."""
-        prompt = pack_tokens(tokens)
+        prompt, prefill_only = pack_tokens(tokens), self._saving.prefill_only
         gate = self._gate = self._gate_of(space)
-        packed = prompt[:-TOKEN_BYTES]
-        found = [find(form, packed, prefill_only=self._saving.prefill_only) for form in space.usable]
+        found = [find(form, prompt[:-TOKEN_BYTES], prefill_only=prefill_only) for form in space.usable]
+        lookup_s = time.perf_counter() - started
         saved = {one.form: one.match.border for one in found}
-        reused, source, size, restore_s = in_memory, "memory" if in_memory else "nothing", 0, 0.0
-        lookup_s, tried = time.perf_counter() - started, False
         for one in found:
             self._writer.asked(one.form, one.match)
+        tier: Tier = "memory" if in_memory else "none"
+        reused, size, restore_s = in_memory, 0, 0.0
         best = longest(found)
-        if best is not None and gate.worth_restoring(best, in_memory):
-            tried = True
-            restored = restore(best, len(tokens), prefill_only=self._saving.prefill_only)
+        tried = best is not None and gate.worth_restoring(best, in_memory)
+        if best is not None and tried:
+            restored = restore(best, len(tokens), prefill_only=prefill_only)
             saved[best.form] = restored.saved if restored is not None else 0
             if restored is not None and restored.tokens > in_memory:
-                caches, reused, size, source = restored.caches, restored.tokens, restored.size, "disk"
-                restore_s = restored.seconds
+                caches, reused, tier = restored.caches, restored.tokens, "disk"
+                size, restore_s = restored.size, restored.seconds
                 gate.restored(restored)
         if saved and gate.worth_saving(len(tokens)):
             self._pending = self._record(space, tokens, saved, reused)
             self._pending.prepare()
         milliseconds = (time.perf_counter() - started) * 1e3
         near = self._nearest(found, prompt, reused)
-        log.info(
-            "kvstore: reused %d of %d tokens from %s in %.1f ms (%s read)%s",
-            reused,
-            len(tokens),
-            source,
-            milliseconds,
-            format_size(size),
-            clause(
-                near,
-                reused,
-                tried=tried,
-                stateful=any(one.form.stateful for one in found),
-                prefill_only=self._saving.prefill_only,
-            ),
-        )
+        matched, differs = (None, False) if near is None else (near.matched, near.end == "differs")
+        told = Fetched(len(tokens), reused, tier, size, lookup_s, restore_s, matched, differs)
+        stateful = any(one.form.stateful for one in found)
+        _log(told, milliseconds, clause(near, reused, tried=tried, stateful=stateful, prefill_only=prefill_only))
         explainer = self.explainer
         if explainer is not None:
             guarded(lambda: explainer.explain(near))
-        tier: Tier = "disk" if source == "disk" else "memory" if reused else "none"
-        matched, differs = (None, False) if near is None else (near.matched, near.end == "differs")
-        self._tell(Fetched(len(tokens), reused, tier, size, lookup_s, restore_s, matched, differs))
+        self._tell(told)
         return caches, list(tokens[reused:])
 
     def _nearest(self, found: Sequence[Found], prompt: bytes, reused: int) -> Nearest | None:
@@ -308,6 +295,15 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         super().insert_cache(key, tokens, prompt_cache, **kwargs)
 
 
+def _log(told: Fetched, milliseconds: float, why: str) -> None:
+    """The one line of a request; why no more was reused, as a clause."""
+    source = "nothing" if told.tier == "none" else told.tier
+    log.info(
+        "kvstore: reused %d of %d tokens from %s in %.1f ms (%s read)%s",
+        *(told.reused, told.tokens, source, milliseconds, format_size(told.restored_bytes), why),
+    )
+
+
 def _key(model: Any, space: ModelSpace | None) -> Any:
     """What memory knows a model's prompts by.
 
@@ -368,7 +364,7 @@ def _holds(space: ModelSpace, caches: list[Any], tokens: int) -> bool:
     return True
 
 
-def guarded(save: Any) -> None:
+def guarded(save: Callable[[], object]) -> None:
     """Run a step of saving; whatever goes wrong is logged and never fails the request."""
     try:
         save()
