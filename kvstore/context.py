@@ -56,6 +56,7 @@ class Counters:
     refused_bytes: int = 0
     collected_nodes: int = 0
     collected_bytes: int = 0
+    _refused: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, **amounts: int) -> None:
@@ -63,6 +64,19 @@ class Counters:
         with self._lock:
             for name, amount in amounts.items():
                 setattr(self, name, getattr(self, name) + amount)
+
+    def refuse(self, reason: str, size: int) -> None:
+        """Count a node that was not written, for a reason that has its name from whoever refused it."""
+        with self._lock:
+            self.refused_nodes += 1
+            self.refused_bytes += size
+            nodes, total = self._refused.get(reason, (0, 0))
+            self._refused[reason] = nodes + 1, total + size
+
+    def refused(self) -> dict[str, tuple[int, int]]:
+        """Nodes that were not written and their bytes, by reason."""
+        with self._lock:
+            return dict(self._refused)
 
     def snapshot(self) -> dict[str, int]:
         """All counters at one moment."""

@@ -53,7 +53,7 @@ _WARN_EVERY_S = 60.0
 
 
 class Refusal(Enum):
-    """Why something is not written; the text is for the log."""
+    """Why something is not written; the text is for the log, the name in small letters for counters."""
 
     FULL = "the budget (--kv-cache-size) is used up by what is in use; not saved"
     WARM = "the directory is full of what is wanted as much"
@@ -321,7 +321,7 @@ class Housekeeping:
         with self._lock:
             times, total = self._refused.get(refusal, (0, 0))
             self._refused[refusal] = times + 1, total + size
-        self._store.context.counters.add(refused_nodes=1, refused_bytes=size)
+        self._store.context.counters.refuse(refusal.name.lower(), size)
         if refusal is not Refusal.FULL and self._said.due(refusal):
             log.info(
                 "kvstore: %s: %d prompts were left unsaved from some point on, %s, since the server started",

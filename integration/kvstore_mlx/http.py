@@ -60,7 +60,8 @@ class _Reporting(BaseHTTPRequestHandler):
         healthy = self.response_generator.is_healthy
         self._above()._set_completion_headers(200 if healthy else 503)  # noqa: SLF001 - as the server's own does
         self.end_headers()
-        document = {"status": "ok" if healthy else "unavailable", "kv_cache": self.health()}
+        cache = {**self.health(), "refused": self.metrics.refused()}
+        document = {"status": "ok" if healthy else "unavailable", "kv_cache": cache}
         self.wfile.write(json.dumps(document).encode())
         self.wfile.flush()
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 from kvstore.errors import KVStoreError
 from kvstore.stats import FOLD_ABOVE, StatsFile, fold
 from kvstore.store import Store
+from kvstore_mlx.housekeeping import Refusal
 
 __all__ = ["Fetched", "Metrics", "Served", "Tier", "Wrote"]
 
@@ -214,6 +215,12 @@ class Metrics:
             self._timer = None
         self._stats.flush()
 
+    def refused(self) -> dict[str, dict[str, int]]:
+        """What was not written on purpose since the server started, by reason."""
+        counted = self._store.counters.refused()
+        reasons = [refusal.name.lower() for refusal in Refusal]
+        return {reason: dict(zip(("nodes", "bytes"), counted.get(reason, (0, 0)), strict=True)) for reason in reasons}
+
     # Prometheus.
 
     def exposition(self, accept: str, gauges: dict[str, tuple[str, float]]) -> tuple[bytes, str]:
@@ -257,6 +264,13 @@ class Metrics:
         for tier, value in reused.items():
             family.add_metric([tier], value)
         yield family
+        refused = self.refused()
+        for unit, text in (("nodes", "Nodes"), ("bytes", "Bytes")):
+            help_text = f"{text} not written to the directory on purpose, by the reason"
+            family = core.CounterMetricFamily(f"kvstore_refused_{unit}", help_text, labels=["reason"])
+            for reason, amounts in refused.items():
+                family.add_metric([reason], amounts[unit])
+            yield family
         for name, histogram in self.seconds.items():
             rows, total = histogram.snapshot()
             yield core.HistogramMetricFamily(f"kvstore_{name}_seconds", _TIMED[name], buckets=rows, sum_value=total)
