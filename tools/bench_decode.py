@@ -1,10 +1,14 @@
 """`bench decode`: how fast tokens come while a chunk is published or a full directory collected, over without.
 
-One process decodes with a small model; in every second turn the adapter's writer publishes a chunk of an 8B model's KV
-meanwhile, at the pace it has beside an engine at work, or, to compare, at full speed. Only the steps that were made
-while the publish ran are counted, and the same steps are made again alone. Then the writer collects a directory of many
-nodes that is a twentieth over its budget, while tokens are made again and again from the same prompt on; before and
-after it they are made alone.
+One process decodes with a small model, again and again from the same prompt on. In turns the adapter's writer publishes
+a chunk of an 8B model's KV meanwhile, at the pace it has beside an engine at work, or, to compare, at full speed; or it
+collects a directory of many nodes that is a twentieth over its budget. Tokens are made alone before and after each of
+these, and what a ratio is over is the mean of both, because a machine's speed drifts. Only tokens that were made while
+the publish ran count.
+
+Before a publish the generation thread copies the chunk out of MLX arrays of that size, as an engine's buffers are, into
+memory that the writer made ready as it does while a prompt is computed. One token waits for that copy: this pause is
+a figure of its own, and not in the speed.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import argparse
 import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +32,7 @@ from bench_plot import Panel
 from bench_report import Outcome, table
 from bench_stats import Sample, paired, rotated
 from fast_blas import find
-from kvstore import Durability, FileSystem, Store
+from kvstore import Durability, FileSystem, Span, Store
 from kvstore.keys import pack_tokens
 from kvstore.layout import FANOUT
 
@@ -37,6 +42,8 @@ HELP = "decode speed while a chunk is being published, and during a collection"
 
 _WARM_UP = 1
 _TRIES = 5
+_READY_S = 60.0
+_ROOM = 256
 _NODES = 16_000
 _NODE_BYTES = 17 << 10
 """What a node of make_big_store takes on disk."""
@@ -49,12 +56,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_shape(parser, Shape())
     parser.add_argument("--model", choices=MODELS, action="append", help="only this one (default: both)")
     parser.add_argument("--count", type=int, default=2048, help="tokens of the chunk (default: 2048)")
-    parser.add_argument("--rounds", type=int, default=9, help="rounds (default: 9)")
+    parser.add_argument("--rounds", type=int, default=25, help="rounds of publishes, tiny llama (default: 25)")
+    parser.add_argument("--smollm2-rounds", type=int, default=9, help="the same with SmolLM2 (default: 9)")
+    parser.add_argument(
+        "--between", type=float, default=2.5, help="seconds alone before and after each publish (default: 2.5)"
+    )
     parser.add_argument(
         "--nodes", type=int, default=_NODES, help=f"nodes of the directory that is collected (default: {_NODES})"
     )
     parser.add_argument("--collections", type=int, default=3, help="collections of each kind (default: 3; 0: none)")
-    parser.add_argument("--alone", type=float, default=4.0, help="seconds alone around each of them (default: 4)")
+    parser.add_argument("--alone", type=float, default=4.0, help="the same around each of them (default: 4)")
 
 
 def run(options: argparse.Namespace) -> Outcome:
@@ -74,13 +85,14 @@ def run(options: argparse.Namespace) -> Outcome:
     for name in options.model or list(MODELS):
         with data_folder(options.dir, keep=options.keep) as folder:
             need_disk(folder, 2 * size)
-            need_memory(3 * size)
+            need_memory(5 * size)
             job = {
                 "model": str(model_folder(name, folder)),
                 "store": str(folder / "store"),
                 "shape": shape.fields(),
                 "count": options.count,
-                "rounds": options.rounds,
+                "rounds": options.smollm2_rounds if name == "smollm2" else options.rounds,
+                "between": options.between,
             }
             other = OtherWork()
             found = run_child("bench_decode", job, blas_environment())
@@ -91,6 +103,7 @@ def run(options: argparse.Namespace) -> Outcome:
                     "steps_during_a_publish": turns["steps"],
                     "tokens_a_second": {key: Sample.of(turns[key]).document() for key in ("alone", "publishing")},
                     "publish_seconds": Sample.of(turns["publish"]).document(),
+                    "pause_seconds": Sample.of(turns["pause"]).document(),
                     "over_alone": paired(turns["publishing"], turns["alone"]).document(),
                 }
                 for way, turns in found.items()
@@ -116,80 +129,123 @@ def _collected(name: str, options: argparse.Namespace) -> dict[str, Any]:
         return bench_decode_gc.document(found, options.nodes, other.cores())
 
 
+@dataclass(frozen=True)
+class _Server:
+    """What a server has: its writer, and buffers of an engine that hold the KV of a chunk."""
+
+    writer: Any
+    form: Any
+    rows: Any
+    size: int
+
+    def make_ready(self) -> None:
+        """Let the writer touch the memory for the next copy."""
+        self.writer.expect(self.size)
+        deadline = time.monotonic() + _READY_S
+        while self.writer._pool.resident < self.size:  # noqa: SLF001 - nobody else has to know
+            if time.monotonic() > deadline:
+                raise BenchError("the writer did not make memory ready; is the machine short of it?")
+            time.sleep(0.01)
+
+    def publish(self, number: int) -> float:
+        """Copy the chunk and queue it, on this thread as a generation's; seconds of that."""
+        from kvstore_mlx.buffers import address_phase  # noqa: PLC0415 - imports the engine
+        from kvstore_mlx.writer import Job  # noqa: PLC0415 - as above
+
+        tokens, phase = pack_tokens(prompt(self.rows.count)), address_phase()
+        started = time.perf_counter()
+        loan = self.writer.lend(self.size)
+        data = self.rows.copy(0, self.rows.count, loan)
+        # A block that no store has yet. Low bytes of two numbers, so that neither becomes infinite.
+        data[0][:1], data[0][2:3] = bytes([number & 0xFF]), bytes([number >> 8 & 0xFF])
+        span = Span(0, self.rows.count, self.rows.specs, data, phase=phase)
+        if not self.writer.offer(Job(self.form, tokens, [span], loans={0: loan})):
+            raise BenchError("the writer's queue has no room for the chunk; publish a smaller --count")
+        return time.perf_counter() - started
+
+
 def child(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Decode while publishing, then as many steps of the same text alone, in turns."""
+    """Decode while publishing, in turns of both ways, and alone before, between and after."""
     from kvstore_mlx.forms import Form  # noqa: PLC0415 - imports the engine
     from kvstore_mlx.housekeeping import Housekeeping  # noqa: PLC0415 - as above
     from kvstore_mlx.writer import Writer  # noqa: PLC0415 - as above
 
     decoder = Decoder(job["model"])
     shape = Shape(**job["shape"])
-    payload = Payload(shape, job["count"])
+    rows = _rows(shape, job["count"])
     found: dict[str, dict[str, list[float]]] = {
-        way: {name: [] for name in ("alone", "publishing", "publish", "steps")} for way in _WAYS
+        way: {name: [] for name in ("alone", "publishing", "publish", "pause", "steps")} for way in _WAYS
     }
     with Store.open(job["store"], interval=job["count"], fs=FileSystem(Durability.BARRIER)) as store:
         layout = store.context.layout
         for folder in FANOUT:
             (layout.blocks / folder).mkdir()
         plan: Any = SimpleNamespace(stateful=False, token_bytes=shape.token_bytes)
-        form = Form(plan, store.namespace(INFO))
         writer = Writer(Housekeeping(store, 1 << 50))
+        server = _Server(writer, Form(plan, store.namespace(INFO)), rows, shape.token_bytes * job["count"])
+        number = 0
         for turn in range(-_WARM_UP, job["rounds"]):
+            server.make_ready()
+            before = decoder.alone(job["between"])
             for way in rotated(_WAYS, turn):
-                payload.renew()
-                values = _counted(decoder, writer, form, payload, paced=way == "paced")
+                for _ in range(_TRIES):
+                    number += 1
+                    server.make_ready()
+                    values = _turn(decoder, server, number, paced=way == "paced")
+                    for path in [*layout.blocks.rglob("*"), *layout.nodes.rglob("*.kv")]:
+                        if path.is_file():
+                            path.unlink()
+                    after = decoder.alone(job["between"])
+                    if values is not None:
+                        break
+                    # Not one token came: on a busy machine that needs another try now and then.
+                    before = after
+                else:
+                    raise BenchError("not one token came while the chunk was published; publish a larger --count")
                 if turn >= 0:
-                    for name, value in values.items():
+                    for name, value in {**values, "alone": (before + after) / 2}.items():
                         found[way][name].append(value)
-                for path in [*layout.blocks.rglob("*"), *layout.nodes.rglob("*.kv")]:
-                    if path.is_file():
-                        path.unlink()
+                before = after
         writer.close(60)
     shutil.rmtree(job["store"])
     return found
 
 
-def _counted(decoder: Decoder, writer: Any, form: Any, payload: Payload, *, paced: bool) -> dict[str, float]:
-    """A turn in which at least one token came: on a busy machine that needs another try now and then."""
-    for _ in range(_TRIES):
-        if (values := _turn(decoder, writer, form, payload, paced=paced)) is not None:
-            return values
-        payload.renew()
-    raise BenchError("not one token came while the chunk was published; publish a larger --count")
+def _rows(shape: Shape, count: int) -> Any:
+    """An engine's buffers with so many tokens, and room for more."""
+    from kvstore_mlx.buffers import Filling  # noqa: PLC0415 - imports the engine
+    from kvstore_mlx.live import Rows  # noqa: PLC0415 - as above
+
+    filling = Filling({spec.name: (spec.dtype, (1, spec.outer, count + _ROOM, *spec.inner)) for spec in shape.specs})
+    memory = list(filling.memory().values())
+    for view, data in zip(memory, Payload(shape, count + _ROOM).data, strict=True):
+        view[:] = data
+    del view, memory
+    arrays = list(filling.arrays().values())
+    return Rows(shape.specs, arrays, [0] * len(arrays), 0, count)
 
 
-def _turn(decoder: Decoder, writer: Any, form: Any, payload: Payload, *, paced: bool) -> dict[str, float] | None:
-    from kvstore_mlx.writer import Job  # noqa: PLC0415 - imports the engine
+def _turn(decoder: Decoder, server: _Server, number: int, *, paced: bool) -> dict[str, float] | None:
+    """A publish beside tokens; None when not one of them came meanwhile."""
+    writer = server.writer
+    started = pause = 0.0
 
-    def step() -> None:
-        decoder.step()
+    def begun() -> None:
+        nonlocal started, pause
         if paced:
             writer.stepped()
+        pause = server.publish(number)
+        started = time.perf_counter()
 
-    job = Job(form, pack_tokens(prompt(payload.count)), [payload.span(0)])
-    decoder.begin()
-    step()
-    started = time.perf_counter()
-    writer.offer(job)
-    steps, seconds = 0, 0.0
-    while writer.queued:
-        step()
-        if writer.queued:
-            steps, seconds = steps + 1, time.perf_counter() - started
+    steps, spent = decoder.speed(lambda: writer.queued > 0, writer.stepped if paced else lambda: None, begun)
     published = time.perf_counter() - started
     writer.idle()
+    writer.drain(_READY_S)
     if writer.trouble:
         raise BenchError(f"the chunk was not published: {writer.trouble}")
     if not steps:
         return None
-    decoder.begin()
-    decoder.step()
-    began = time.perf_counter()
-    for _ in range(steps):
-        decoder.step()
-    alone = time.perf_counter() - began
-    return {"alone": steps / alone, "publishing": steps / seconds, "publish": published, "steps": steps}
+    return {"publishing": steps / spent, "publish": published, "pause": pause, "steps": steps}
 
 
 def tables(document: dict[str, Any]) -> list[Any]:
@@ -205,12 +261,17 @@ def tables(document: dict[str, Any]) -> list[Any]:
                     way,
                     *speeds,
                     Sample.of(turns["over_alone"]["values"]).text(1, 3),
+                    _pause_text(turns),
                     Sample.of(turns["publish_seconds"]["values"]).text(1e3, 0),
+                    str(turns["over_alone"]["n"]),
                     f"{Sample.of(turns['steps_during_a_publish']).median:.0f}",
                     "?" if others is None else f"{others:.2f}",
                 ]
             )
-    n = max(turns["over_alone"]["n"] for found in document["models"].values() for turns in found["ways"].values())
+    between = all("pause_seconds" in turns for found in document["models"].values() for turns in found["ways"].values())
+    order = (
+        "alone before and after each publish" if between else "alone only after each publish, nothing copied before it"
+    )
     made = table(
         f"{document['payload_bytes'] / 1e6:.0f} MB published while decoding, {shape_named(document['shape']).text()}",
         [
@@ -219,12 +280,14 @@ def tables(document: dict[str, Any]) -> list[Any]:
             "tokens/s alone",
             "tokens/s while publishing",
             "over alone, paired",
+            "one token's pause for the copy, ms",
             "publish ms",
+            "n",
             "tokens meanwhile",
             "cores used by others",
         ],
         rows,
-        f"n = {n}, in turns, median (min to max), durability barrier, BLAS: {Path(document['blas']).name}",
+        f"in turns, {order}, median (min to max), durability barrier, BLAS: {Path(document['blas']).name}",
     )
     collections = [
         (MODELS[name], found["collection"]) for name, found in document["models"].items() if "collection" in found
@@ -251,6 +314,11 @@ def tables(document: dict[str, Any]) -> list[Any]:
             f"BLAS: {Path(document['blas']).name}",
         ),
     ]
+
+
+def _pause_text(turns: Mapping[str, Any]) -> str:
+    """What the copy out of the engine's buffers took, or that it was not made."""
+    return Sample.of(turns["pause_seconds"]["values"]).text(1e3, 0) if "pause_seconds" in turns else "not measured"
 
 
 def panels(document: dict[str, Any]) -> list[Panel]:

@@ -69,7 +69,7 @@ def _turn(
         writer = Writer(Housekeeping(store, budget))
         payload.renew()
         before = store.counters.snapshot()["collected_nodes"]
-        alone = _alone(decoder, alone_s)
+        alone = decoder.alone(alone_s)
         started = time.perf_counter()
         writer.offer(Job(form, pack_tokens(prompt(payload.count)), [payload.span(0)]))
         steps, spent = _beside(decoder, writer, paced=paced)
@@ -79,7 +79,7 @@ def _turn(
         if writer.trouble:
             raise BenchError(f"nothing was collected: {writer.trouble}")
         if steps and removed:
-            alone = (alone + _alone(decoder, alone_s)) / 2
+            alone = (alone + decoder.alone(alone_s)) / 2
             return {
                 "alone": alone,
                 "collecting": steps / spent,
@@ -93,13 +93,6 @@ def _turn(
 def _beside(decoder: Decoder, writer: Any, *, paced: bool) -> tuple[int, float]:
     """Steps and seconds while the writer has something to do; paced: it is told of each."""
     return decoder.speed(lambda: writer.queued > 0, writer.stepped if paced else lambda: None)
-
-
-def _alone(decoder: Decoder, seconds: float) -> float:
-    """Tokens a second with nothing beside."""
-    end = time.perf_counter() + seconds
-    steps, spent = decoder.speed(lambda: time.perf_counter() < end)
-    return steps / spent
 
 
 def document(found: Mapping[str, Any], nodes: int, cores: float | None) -> dict[str, Any]:

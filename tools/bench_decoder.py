@@ -39,11 +39,20 @@ class Decoder:
         for cache in self._caches:
             cache.trim(cache.offset - _PROMPT)
 
-    def speed(self, going_on: Callable[[], bool], stepped: Callable[[], None] = lambda: None) -> tuple[int, float]:
-        """How many steps are made while something goes on, and their seconds; stepped is called after each."""
+    def speed(
+        self,
+        going_on: Callable[[], bool],
+        stepped: Callable[[], None] = lambda: None,
+        begun: Callable[[], None] = lambda: None,
+    ) -> tuple[int, float]:
+        """How many steps are made while something goes on, and their seconds; stepped is called after each.
+
+        begun is called after a first step that does not count, and its time does not count either.
+        """
         steps, spent = 0, 0.0
         self.begin()
         self.step()
+        begun()
         started = time.perf_counter()
         while going_on():
             self.step()
@@ -53,3 +62,13 @@ class Decoder:
             if steps % _AGAIN == 0:
                 self.begin()
         return steps, spent
+
+    def alone(self, seconds: float) -> float:
+        """Tokens a second with nothing beside, for so long and one token at least."""
+        end = time.perf_counter() + seconds
+        steps, spent = self.speed(lambda: time.perf_counter() < end)
+        if steps:
+            return steps / spent
+        started = time.perf_counter()
+        self.step()
+        return 1 / (time.perf_counter() - started)

@@ -41,12 +41,26 @@ def test_ttft_runs(tmp_path):
 
 def test_decode_runs(tmp_path):
     pytest.importorskip("mlx_lm")
-    sizes = ["--count", "256", "--rounds", "1", "--nodes", "120", "--collections", "1", "--alone", "0.1"]
+    sizes = [
+        "--count",
+        "256",
+        "--rounds",
+        "1",
+        "--between",
+        "0.1",
+        "--nodes",
+        "120",
+        "--collections",
+        "1",
+        "--alone",
+        "0.1",
+    ]
     found = run(tmp_path, "decode", *TOY, "--model", "tiny", *sizes)["models"]["tiny"]
     for part, name in ((found, "publishing"), (found["collection"], "collecting")):
         assert set(part["ways"]) == {"paced", "full speed"}
         for turns in part["ways"].values():
             assert min(turns["tokens_a_second"][name]["values"]) > 0
+    assert all(turns["pause_seconds"]["min"] > 0 for turns in found["ways"].values())
     ways = found["collection"]["ways"]
     assert all(turns["removed_nodes"][0] >= 5 for turns in ways.values())
     paced, fast = (ways[way]["collection_seconds"]["median"] for way in ("paced", "full speed"))
