@@ -2,12 +2,13 @@
 
 The trace (in --traces or $KVSTORE_TRACES; see docs/admission.md) says how long each request was and
 which of its token blocks it shares with others; here every recorded block of 64 tokens is a few letters of its own, a
-token each, so lengths shrink and what is shared stays. Sessions run on --lanes at once, their requests one after the
-other without the pauses of the people in between. The server has a tiny model, little memory of its own for prompts,
-and a budget that it has to collect within.
+token each, so lengths shrink and what is shared stays. Sessions are dealt to --lanes that ask at once, each its
+requests one after the other without the pauses of the people in between: so prompts are computed in batches, and beside
+the answers of others. The server has a tiny model, little memory of its own for prompts, and a budget that it has to
+collect within.
 
-The answer is as short as possible, so what is measured is time to the first token, where it came from, the server's
-memory, and the bytes written.
+Answers are of a few tokens. What is measured is time to the first token, where it came from, the server's memory, and
+the bytes written.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ import os
 import random
 import re
 import string
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from bench_child import run_child
 from bench_machine import BenchError, OtherWork, conditions, data_folder, need_disk
@@ -42,6 +46,9 @@ HELP = "recorded agents against a server, for some minutes: hit rate, TTFT, memo
 _COLUMNS = ("at", "prompt_tokens", "cached_tokens", "first_token", "resident_bytes", "written_bytes", "directory_bytes")
 _WINDOWS = 10
 _PROMPTS_IN_MEMORY = "2"
+_ANSWER_TOKENS = 16
+_LOOK_S = 1.0
+"""The directory is walked so often at most: it is work that the server has to wait for."""
 _SEED = 7
 """As tools/replay_trace.py shuffles the sessions."""
 
@@ -53,7 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--traces", type=Path, default=default and Path(default), metavar="DIR", help="default: $KVSTORE_TRACES"
     )
     parser.add_argument("--minutes", type=float, default=1.0, help="how long (default: 1)")
-    parser.add_argument("--lanes", type=int, default=4, help="sessions at once (default: 4)")
+    parser.add_argument("--lanes", type=int, default=4, help="requests at once, each of another session (default: 4)")
     parser.add_argument("--block-tokens", type=int, default=2, help="tokens for 64 recorded ones (default: 2)")
     parser.add_argument("--interval", type=int, default=64, help="tokens a chunk (default: 64)")
     parser.add_argument("--size", default="64MiB", help="budget of the directory (default: 64MiB)")
@@ -72,6 +79,7 @@ def run(options: argparse.Namespace) -> Outcome:
         "blas": str(find() or "MLX's own"),
         "trace": AGENT,
         "lanes": options.lanes,
+        "answer_tokens": _ANSWER_TOKENS,
         "block_tokens": options.block_tokens,
         "interval": options.interval,
         "budget_bytes": parse_size(options.size),
@@ -81,7 +89,7 @@ def run(options: argparse.Namespace) -> Outcome:
         need_disk(folder, 2 * document["budget_bytes"])
         run_child("bench_servers", {"folder": str(folder / "model")})
         other = OtherWork()
-        rows = list(_replay(folder, options))
+        rows = _replay(folder, options)
         document["cores_used_by_others"] = other.cores()
     if not rows:
         raise BenchError("not one request was answered; give it more --minutes")
@@ -89,20 +97,27 @@ def run(options: argparse.Namespace) -> Outcome:
     return Outcome(document, tables(document))
 
 
-def prompts(traces: Path, lanes: int, block_tokens: int, longest: int) -> Iterator[str]:
-    """The requests' texts in the order of their times: equal recorded blocks are equal letters."""
+def prompts(traces: Path, lanes: int, block_tokens: int, longest: int) -> list[Iterator[str]]:
+    """The texts that each lane asks for, in order: equal recorded blocks are equal letters.
+
+    A session goes to the lane that would be free first, by the recorded times.
+    """
     recorded = list(sessions(traces))
     random.Random(_SEED).shuffle(recorded)  # noqa: S311 - the same order every time
     free = [(0.0, lane) for lane in range(lanes)]
-    timed = []
+    dealt: list[list[_Request]] = [[] for _ in range(lanes)]
     for number, requests, block in recorded:
         start, lane = heapq.heappop(free)
-        timed += [
-            (start + seconds, lane, number, min(tokens // block, len(ids)), ids) for seconds, tokens, ids in requests
-        ]
+        dealt[lane] += [(number, min(tokens // block, len(ids)), ids) for _, tokens, ids in requests]
         heapq.heappush(free, (start + requests[-1][0] + PAUSE_S, lane))
-    timed.sort(key=lambda each: each[:2])
-    for _, _, number, count, ids in timed:
+    return [_texts(requests, block_tokens, longest) for requests in dealt]
+
+
+_Request: TypeAlias = tuple[int, int, Sequence[int]]
+
+
+def _texts(requests: Sequence[_Request], block_tokens: int, longest: int) -> Iterator[str]:
+    for number, count, ids in requests:
         if text := "".join(_letters(number, each, block_tokens) for each in ids[: min(count, longest // block_tokens)]):
             yield text
 
@@ -112,22 +127,60 @@ def _letters(session: int, block: int, count: int) -> str:
     return "".join(rng.choices(string.ascii_letters, k=count))
 
 
-def _replay(folder: Path, options: argparse.Namespace) -> Iterator[tuple[float, ...]]:
+def _replay(folder: Path, options: argparse.Namespace) -> list[tuple[float, ...]]:
     store = folder / "store"
     flags = [
         *("--kv-cache-dir", str(store), "--kv-cache-size", options.size, "--kv-cache-interval", str(options.interval)),
         *("--prompt-cache-size", _PROMPTS_IN_MEMORY),
     ]
+    lanes = prompts(options.traces, options.lanes, options.block_tokens, options.longest)
     with Server(folder / "server.log", folder / "model", flags) as server:
-        began = time.monotonic()
-        for prompt in prompts(options.traces, options.lanes, options.block_tokens, options.longest):
-            answer = server.ask(prompt, 1)
-            at = time.monotonic() - began
-            resident, written = _memory(server.process), _written(server.process)
-            first = round(answer.first_token, 5)
-            yield round(at, 2), answer.prompt_tokens, answer.cached_tokens, first, resident, written, _size(store)
-            if at > options.minutes * 60:
-                break
+        return replayed(lanes, _Watched(server, store), options.minutes * 60)
+
+
+@dataclass
+class _Watched:
+    """A server, with what it has used so far. rows: of all lanes, in the order in which answers ended."""
+
+    server: Server
+    store: Path
+    rows: list[tuple[float, ...]] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _size: int = 0
+    _looked: float = -math.inf
+
+    def ask(self, prompt: str) -> None:
+        """Ask, from any thread, and note the answer."""
+        answer = self.server.ask(prompt, _ANSWER_TOKENS)
+        first = round(answer.first_token, 5)
+        with self._lock:
+            at = time.monotonic() - self.began
+            if at - self._looked >= _LOOK_S:
+                self._size, self._looked = _size(self.store), at
+            used = _memory(self.server.process), _written(self.server.process), self._size
+            self.rows.append((round(at, 2), answer.prompt_tokens, answer.cached_tokens, first, *used))
+
+
+def replayed(lanes: Sequence[Iterator[str]], watched: _Watched, seconds: float) -> list[tuple[float, ...]]:
+    """What each lane asks on a thread of its own, until the time is over. An error in one lane ends all of them."""
+    over = threading.Event()
+
+    def run(lane: Iterator[str]) -> None:
+        for prompt in lane:
+            if over.is_set() or time.monotonic() - watched.began > seconds:
+                return
+            watched.ask(prompt)
+
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        running = [pool.submit(run, lane) for lane in lanes]
+        try:
+            ended, _ = wait(running, return_when=FIRST_EXCEPTION)
+        finally:
+            over.set()
+    for each in [*ended, *running]:
+        each.result()
+    return watched.rows
 
 
 def _memory(process: int) -> int:
@@ -203,7 +256,7 @@ def tables(document: dict[str, Any]) -> list[Any]:
     ]
     others = document["cores_used_by_others"]
     made = table(
-        f"recorded agents for {found['at'][-1] / 60:.1f} minutes, {document['lanes']} sessions at once, "
+        f"recorded agents for {found['at'][-1] / 60:.1f} minutes, {_manner(document)}, "
         f"{document['block_tokens']} tokens for 64, budget {format_size(document['budget_bytes'])}",
         [
             "until minute",
@@ -221,6 +274,13 @@ def tables(document: dict[str, Any]) -> list[Any]:
         f"BLAS: {Path(document['blas']).name}, other processes used {'?' if others is None else f'{others:.2f}'} cores",
     )
     return [made]
+
+
+def _manner(document: dict[str, Any]) -> str:
+    """How requests were made: older files hold those of one lane after the other's, with answers of a token."""
+    if "answer_tokens" in document:
+        return f"{document['lanes']} requests at once, answers of {document['answer_tokens']} tokens"
+    return f"{document['lanes']} sessions in turns, one request at a time, answers of one token"
 
 
 def panels(document: dict[str, Any]) -> list[Panel]:
