@@ -108,7 +108,7 @@ def _read_windows(
             read, damaged = _read_all(context, opened, memory, threads)
         finally:
             for block in opened:
-                os.close(block.fd)
+                _close(block.fd)
         good.extend(read)
         if len(read) < len(opened):
             return good, damaged
@@ -203,12 +203,20 @@ def _open(context: Context, ref: BlockRef, expected: tuple[TensorSpec, ...] | No
         if expected is not None and specs != expected:
             raise DamagedBlockError("holds other tensors than the block before it")
     except (OSError, DamagedBlockError) as error:
-        os.close(fd)
+        _close(fd)
         if not is_damage(error):
             raise
         _damaged(context, ref, error)
         return None
     return OpenBlock(ref, fd, head, specs)
+
+
+def _close(fd: int) -> None:
+    """Close what was only read. Whatever this answers the descriptor is free (another try might close another's), and
+    the digest has told what the bytes are.
+    """
+    with suppress(OSError):
+        os.close(fd)
 
 
 def _read_all(

@@ -138,8 +138,8 @@ class FaultyFileSystem(FileSystem):
 
 
 SYSTEM_CALLS = (
-    "stat", "fstat", "open", "listdir", "read", "pread", "preadv", "mkdir", "rename", "unlink", "utime", "writev",
-    "fsync", "fdatasync", "posix_fallocate",
+    "stat", "lstat", "fstat", "open", "close", "listdir", "scandir", "read", "pread", "preadv", "mkdir", "rmdir",
+    "rename", "unlink", "utime", "writev", "fsync", "fdatasync", "posix_fallocate",
 )  # fmt: skip
 
 
@@ -149,6 +149,9 @@ def system_faults(fault: Fault) -> Iterator[None]:
 
     def failing(name, real):
         def call(*arguments, **named):
+            if name == "close":
+                real(*arguments)  # The descriptor is free whatever close says.
+                return fault.call(name)
             fault.call(name)
             return real(*arguments, **named)
 

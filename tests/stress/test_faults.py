@@ -183,6 +183,11 @@ def heal(store: Store) -> None:
     raise AssertionError("what was there before is not restored, however often it is published again")
 
 
+def descriptors() -> set[str]:
+    """The descriptors that this process has, and the one that this is found with, which is always the same then."""
+    return set(os.listdir("/dev/fd"))
+
+
 def count_calls(operation: Operation, base: Path, place: Path) -> int:
     fault = Fault()
     with open_base(base, place, fault) as store:
@@ -291,18 +296,23 @@ def test_the_directory_is_emptied_at_a_call(at_each_call, place, operation):
     at_each_call(operation, lambda: Emptied(root=place / "store"), then)
 
 
-@pytest.mark.parametrize("name", ["EIO", "EACCES", "EMFILE", "ENOSPC", "ESTALE"])
+SOME_ERRORS = ("EIO", "EACCES", "EMFILE", "ENOSPC", "ESTALE")
+
+
+@pytest.mark.parametrize("name", SOME_ERRORS)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 def test_any_system_call_fails(base, place, operation, name, record_property):
-    """Those that are not made through the seam, too: stat, listdir, what the lock does."""
+    """Those that are not made through the seam, too: stat, listdir, close, the lock's. No descriptor is left open."""
     at = 0
     while True:
         fault = Fault(error=getattr(errno, name))
         with open_base(base, place, Fault()) as store:
             fault.at = at
             with naming(f"call {at} ({name})"):
+                before = descriptors()
                 with system_faults(fault):
                     attempt(operation, store)
+                assert descriptors() == before
                 if len(fault.calls) <= at:
                     break
                 afterwards(operation, store, fault)
@@ -358,6 +368,34 @@ def test_opening_fails(base, place, name, record_property):
             record_property("faults", at)
             return
         at += 1
+
+
+@pytest.mark.parametrize("new", [False, True], ids=["opening", "creating"])
+@pytest.mark.parametrize("name", SOME_ERRORS)
+def test_any_system_call_fails_while_a_store_is_opened_and_closed(base, place, new, name, record_property):
+    at = 0
+    while True:
+        root = place / "new" / "store" if new else place / "store"
+        shutil.rmtree(root.parent if new else root, ignore_errors=True)
+        if not new:
+            shutil.copytree(base, root)
+        fault = Fault(at=at, error=getattr(errno, name))
+        with naming(f"call {at} ({name})"):
+            before = descriptors()
+            with system_faults(fault), suppress(KVStoreError):
+                Store.open(root, interval=INTERVAL).close()
+            assert descriptors() == before
+            with Store.open(root, interval=INTERVAL) as store:
+                if not new:
+                    assert restore(store) == 40
+                publish_elsewhere(store)
+                check_elsewhere(store)
+            examine(root)
+        if len(fault.calls) <= at:
+            break
+        at += 1
+    record_property("what", WHAT)
+    record_property("faults", at)
 
 
 def test_closing_never_raises(base, place):

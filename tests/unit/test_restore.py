@@ -301,6 +301,26 @@ def test_descriptors_are_closed_whatever_happens(space):
     assert (highest_free(), len(os.listdir("/dev/fd"))) == before
 
 
+def test_a_close_that_fails_takes_nothing_from_a_restore(space, monkeypatch):
+    """Linux answers EIO and has closed it all the same."""
+    space.publish(TOKENS, spans(TOKENS, 0, 16, 32, 40))
+    before, close, memory = highest_free(), os.close, Memory()
+
+    def failing(fd):
+        close(fd)
+        raise OSError(errno.EIO, "Input/output error")
+
+    def allocate(*wanted):
+        patch.setattr(os, "close", failing)  # from here on blocks are closed, and nothing else
+        return memory(*wanted)
+
+    with monkeypatch.context() as patch:
+        restored = space.read(space.lookup(TOKENS), allocate)
+    assert restored.tokens == 40
+    assert [memory.rows(spec, 0, 40) for spec in SPECS] == kv(TOKENS, 0, 40)
+    assert highest_free() == before
+
+
 class Clock:
     now = NOW
 
