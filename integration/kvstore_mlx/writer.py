@@ -31,6 +31,7 @@ from kvstore.pacing import Pace, slices
 from kvstore.states import State
 from kvstore_mlx.buffers import address_phase, has_non_finite
 from kvstore_mlx.forms import Form
+from kvstore_mlx.held import Held
 from kvstore_mlx.housekeeping import Housekeeping, Refusal
 from kvstore_mlx.live import LOGITS
 from kvstore_mlx.pool import Loan, Pool
@@ -119,7 +120,7 @@ class Writer:
     """The background thread of one server and its queue.
 
     trouble: why the last thing that should have been saved was not; empty when it was. Whoever reaches the server may
-    read it, so it names no file.
+    read it, so it names no file. held: what recordings keep until the queue has room.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class Writer:
         self._hurried = 0
         self._max_queued = max_queued
         self._pool = Pool(max_queued, address_phase())
+        self.held = Held()
         self._expected = 0
         self._queue: deque[Job] = deque()
         self._queued = 0
