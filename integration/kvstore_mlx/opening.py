@@ -10,7 +10,7 @@ from typing import Any
 from kvstore.fs import Durability
 from kvstore.sizes import parse_size
 from kvstore.store import DEFAULT_INTERVAL, Store
-from kvstore_mlx.boundaries import MIN_TOKENS, Saving
+from kvstore_mlx.boundaries import Saving
 from kvstore_mlx.fingerprint import Quantization, identity_of
 from kvstore_mlx.live import ExtrasHook
 from kvstore_mlx.session import Session
@@ -37,7 +37,7 @@ def open_session(
     kv_group_size: int = 64,
     quantized_kv_start: int = 0,
     states: int = 1,
-    min_tokens: int | None = MIN_TOKENS,
+    min_tokens: int | None = None,
     write_limit: str | int | None = None,
     exact: bool = False,
     strict: bool = False,
@@ -49,9 +49,9 @@ def open_session(
     path (as given to mlx_lm.load) or identity (any mapping that JSON can hold) says which weights these are; without
     either all parameters in memory are hashed. Settings and a sample of the parameters in memory count in any case, so
     that a path is enough with an adapter, too; but who changes a few numbers within a tensor must say so by an identity
-    or by none of both. min_tokens is the shortest prefix that is restored or saved; None measures, as the session runs,
-    from where on reading is quicker than computing. The other arguments are those of ``kvstore serve``. Raises
-    UnsupportedModelError when the model cannot be cached, and whatever Store.open raises.
+    or by none of both. min_tokens is the shortest prefix that is restored or saved; None, as ``auto`` on the command
+    line, measures as the session runs from where on reading is quicker than computing. The other arguments are those of
+    ``kvstore serve``. Raises UnsupportedModelError when the model cannot be cached, and whatever Store.open raises.
     """
     budget = parse_size(size) if isinstance(size, str) else size
     limit = parse_size(write_limit) if isinstance(write_limit, str) else write_limit

@@ -8,6 +8,7 @@ need one it copies the boundary state as well, at the moment when the caches hol
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,8 @@ from kvstore_mlx.writer import Boundary, Job, Writer
 __all__ = ["Recording"]
 
 MAX_HELD_BYTES = 1 << 28
-"""States that a recording keeps beside its last one until the queue has room. One can be tens of megabytes."""
+"""States that all recordings of a writer keep, each beside its last one, until the queue has room. One can be tens of
+megabytes."""
 
 
 class Recording:
@@ -70,6 +72,9 @@ class Recording:
         self._boundaries = {end for end in boundaries if end > known}
         self._held: dict[int, tuple[Form, State]] = {}
         self._failed = prefill_only and decoded
+        self._holding = False
+        self._waiting: list[Job] = []
+        self._lock = threading.Lock()
         self.on_written: Callable[[int, int, float], None] | None = None
         self._prompt_due = any(self._prompt_end > end for end in self._saved.values()) or bool(self._boundaries)
 
@@ -107,6 +112,23 @@ class Recording:
         end = min((first // form.interval + 1) * form.interval, self._prompt_end)
         if end > first and end >= MIN_TOKENS:
             self._writer.prepare(form, self._until(end), form.plan.token_bytes * (end - first))
+
+    def hold(self) -> None:
+        """Until release, what is saved is copied as ever and queued only then, so that the writer's thread goes on
+        sleeping. One that is at work, or a queue that might not have room then, is not waited for.
+        """
+        self._holding = not self._writer.queued
+
+    def release(self) -> None:
+        """Queue what waited; from any thread."""
+        with self._lock:
+            self._holding = False
+            while self._waiting:
+                job = self._waiting.pop(0)
+                # What follows a hole would be refused.
+                if self._failed or not self._writer.offer(job):
+                    job.give_back()
+                    self._on_failure()
 
     def wants(self, done: int) -> bool:
         """Whether there is anything to save when done tokens are computed; cheap, asked after every step."""
@@ -183,21 +205,27 @@ class Recording:
         if items:
             last = max(item.end for item in items)
             job = Job(form, self._until(last), items, self._on_failure, loans, self.on_written)
-            if self._writer.offer(job):
+            if self._offer(job):
                 self._saved[form] = max(first, end)
                 for at in ready:
                     del self._held[at]
         self._let_go()
 
+    def _offer(self, job: Job) -> bool:
+        with self._lock:
+            if self._holding:
+                self._waiting.append(job)
+                return True
+        return self._writer.offer(job)
+
     def _let_go(self) -> None:
         """Of the states that a full queue left keep the last one, and of those before it what there is room for."""
         if self._failed:
             self._held.clear()
-        kept = 0
-        for at in sorted(self._held, reverse=True)[1:]:
-            kept += Boundary(at, self._held[at][1]).payload_bytes
-            if kept > MAX_HELD_BYTES:
-                del self._held[at]
+        older = sorted(self._held, reverse=True)[1:]
+        sizes = [Boundary(at, self._held[at][1]).payload_bytes for at in older]
+        for at in older[self._writer.held.keep(self, sizes, MAX_HELD_BYTES) :]:
+            del self._held[at]
 
     def _until(self, end: int) -> bytes:
         """The first end tokens, packed."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,22 +21,22 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from kvstore.keys import TOKEN_BYTES, pack_tokens
-from kvstore.lookup import has_state
 from kvstore.store import Store
 from kvstore_mlx.boundaries import MIN_TOKENS, Saving, boundaries
 from kvstore_mlx.buffers import address_phase
+from kvstore_mlx.fetching import Fetching
 from kvstore_mlx.fingerprint import Quantization
 from kvstore_mlx.forms import Form, ModelSpace
 from kvstore_mlx.gate import Gate
 from kvstore_mlx.generation import Run, answer, check_limit, tokens_of
+from kvstore_mlx.guard import Guard
 from kvstore_mlx.housekeeping import Housekeeping
 from kvstore_mlx.live import ExtrasHook
 from kvstore_mlx.metrics import Fetched, Metrics, Served
 from kvstore_mlx.plan import Plan
 from kvstore_mlx.prefill import pieces, prefill
 from kvstore_mlx.recording import Recording
-from kvstore_mlx.restoring import Found, Restored, find, longest, restore
+from kvstore_mlx.restoring import Restored
 from kvstore_mlx.turns import Turns, outcome
 from kvstore_mlx.writer import Writer
 
@@ -79,6 +78,9 @@ class Session:
         self._metrics = None if store is None else Metrics(store)
         self._phase = 0 if store is None else address_phase()
         self._turns = Turns(model)
+        self._guard = Guard()
+        self._fetching = Fetching(space, self._writer, self._gate, saving, extras=extras is not None)
+        self._held: set[Recording] = set()
 
     @property
     def plan(self) -> Plan:
@@ -90,6 +92,11 @@ class Session:
         """Whether prefixes can be resumed at boundary states only."""
         return self._stateful
 
+    @property
+    def failures(self) -> int:
+        """How often a step of the cache failed, and an answer went on without it; the log says why."""
+        return self._guard.failures
+
     def restore(self, tokens: Sequence[int]) -> Restored | None:
         """Caches of the longest saved prefix, all of the tokens at most; None when nothing is saved.
 
@@ -98,8 +105,7 @@ class Session:
         if self._store is None:
             return None
         with self._turns.taken:
-            best = longest(self._find(pack_tokens(tokens)))
-            restored = None if best is None else self._read(best, len(tokens))
+            restored = self._guard.tried(lambda: self._fetching.whole(tokens), None)
             if self._extras is not None:
                 self._extras.restore(None if restored is None else restored.extras)
             return restored
@@ -112,20 +118,19 @@ class Session:
         """
         return outcome(self._turns.here(self._prefilling(list(tokens), cuts)))
 
-    def _prefilling(self, tokens: list[int], cuts: Sequence[int]) -> Generator[None, None, Run]:
-        """The steps of a prefill: the restore, and each piece."""
+    def _prefilling(self, tokens: list[int], cuts: Sequence[int], *, hold: bool = False) -> Generator[None, None, Run]:
+        """The steps of a prefill: the restore, and each piece. hold: what is saved at the end waits for _let_go."""
         started = time.perf_counter()
         if not tokens:
             raise ValueError("a prompt needs at least one token")
-        restored, saved = self._restored(tokens)
+        nothing: tuple[Restored | None, dict[Form, int]] = None, {}
+        restored, saved = self._guard.tried(lambda: self._fetching.fetch(tokens), nothing)
+        if restored is not None and self._extras is not None:
+            self._extras.restore(restored.extras)
         known = 0 if restored is None else restored.tokens
         ends = boundaries(len(tokens), self._interval, self._saving.every, cuts) if self._stateful else ()
-        decoded = known > 0 and not self._saving.prefill_only
-        keep = bool(saved) and self._gate is not None and self._gate.worth_saving(len(tokens))
-        recording = self._record(tokens, saved, known, decoded=decoded, ends=ends) if keep else None
-        if recording is not None:
-            recording.prepare()
-        self._count(len(tokens), restored, recording)
+        recording = self._guard.tried(lambda: self._begun(tokens, saved, known, ends), None)
+        self._guard.done(lambda: self._count(len(tokens), restored, recording))
         caches = self._make() if restored is None else restored.caches
         logits = None if restored is None else restored.logits
         run = Run(tokens, caches, logits, known, 0 if restored is None else restored.size, recording)
@@ -150,9 +155,34 @@ class Session:
             if self._gate is not None:
                 self._gate.prefilled(len(tokens) - known, spent)
         run.seconds = time.perf_counter() - started
-        if recording is not None and known < len(tokens) and len(tokens) >= MIN_TOKENS:
-            recording.finished(caches, len(tokens), tokens, logits=run.logits)
+        ended = run.recording
+        if ended is not None and known < len(tokens) and len(tokens) >= MIN_TOKENS:
+            if hold:
+                ended.hold()
+                self._held.add(ended)
+            self._save(run, lambda: ended.finished(caches, len(tokens), tokens, logits=run.logits))
         return run
+
+    def _begun(self, tokens: list[int], saved: Mapping[Form, int], known: int, ends: Sequence[int]) -> Recording | None:
+        """The recording of a prompt that was looked up; None when it is not worth saving."""
+        decoded = known > 0 and not self._saving.prefill_only
+        keep = bool(saved) and self._gate is not None and self._gate.worth_saving(len(tokens))
+        recording = self._record(tokens, saved, known, decoded=decoded, ends=ends) if keep else None
+        if recording is not None:
+            recording.prepare()
+        return recording
+
+    def _save(self, run: Run, step: Callable[[], None], mistakes: tuple[type[Exception], ...] = ()) -> None:
+        """A step of saving. When it fails it was the last one of this answer."""
+        if not self._guard.done(step, mistakes):
+            recording, run.recording = run.recording, None
+            self._let_go(recording)
+
+    def _let_go(self, recording: Recording | None) -> None:
+        """Queue what a recording held back."""
+        if recording is not None and recording in self._held:
+            self._held.discard(recording)
+            recording.release()
 
     def _record(
         self, tokens: list[int], saved: Mapping[Form, int], known: int, *, decoded: bool, ends: Sequence[int] = ()
@@ -189,10 +219,14 @@ class Session:
     def finish(self, run: Run, tokens: Sequence[int]) -> None:
         """Save what was generated. tokens are the prompt and all tokens that were forwarded after it."""
         with self._turns.taken:
-            if run.recording is not None:
-                run.recording.finished(run.caches, len(tokens), tokens)
-            if self._writer is not None:
-                self._writer.idle()
+            self._finish(run, tokens, (ValueError,))
+
+    def _finish(self, run: Run, tokens: Sequence[int], mistakes: tuple[type[Exception], ...] = ()) -> None:
+        recording = run.recording
+        if recording is not None:
+            self._save(run, lambda: recording.finished(run.caches, len(tokens), tokens), mistakes)
+        if self._writer is not None:
+            self._writer.idle()
 
     def publish(
         self, tokens: Sequence[int], caches: Sequence[Any], *, logits: Any | None = None, decoded: bool = False
@@ -204,12 +238,16 @@ class Session:
         the last one, so that the next exact hit needs no forward pass. ValueError when the caches are not this model's,
         or hold another number of tokens.
         """
-        tokens = list(tokens)
-        with self._turns.taken:
-            saved = {one.form: one.match.border for one in self._find(pack_tokens(tokens))}
-            recording = self._record(tokens, saved, len(tokens) if decoded else 0, decoded=decoded)
+        held = list(tokens)
+
+        def publish() -> None:
+            saved = self._fetching.borders(held)
+            recording = self._record(held, saved, len(held) if decoded else 0, decoded=decoded)
             if recording is not None:
-                recording.finished(caches, len(tokens), tokens, logits=logits)
+                recording.finished(caches, len(held), held, logits=logits)
+
+        with self._turns.taken:
+            self._guard.done(publish, (ValueError,))
 
     def stream_generate(
         self,
@@ -263,7 +301,8 @@ class Session:
     ) -> Generator[GenerationResponse | None, None, None]:
         """The steps of an answer: None before each piece of its prefill, then its responses."""
         check_limit(max_tokens)
-        run = yield from self._prefilling(self.tokens_of(prompt), cuts)
+        # The writer's thread would take turns from this one just when the first token is chosen.
+        run = yield from self._prefilling(self.tokens_of(prompt), cuts, hold=True)
         responses = answer(
             self._model,
             self._wrapped(),
@@ -272,12 +311,16 @@ class Session:
             sampler=sampler,
             processors=processors,
             quantization=self._quantization,
-            finish=self.finish,
+            finish=self._finish,
         )
-        for response in responses if self._metrics is None else self._metrics.watched(Served(), responses):
-            # Another thread may look at it, and could not compute it.
-            mx.eval(response.logprobs)
-            yield response
+        try:
+            for response in responses if self._metrics is None else self._metrics.watched(Served(), responses):
+                # Another thread may look at it, and could not compute it.
+                mx.eval(response.logprobs)
+                yield response
+                self._let_go(run.recording)
+        finally:
+            self._let_go(run.recording)
 
     def tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
         """A prompt as mlx_lm.stream_generate tokenizes it."""
@@ -289,6 +332,7 @@ class Session:
 
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until everything is written; False when timeout seconds were not enough."""
+        self._let_all_go()
         return self._writer is None or self._writer.drain(timeout)
 
     def close(self, timeout: float = 60.0) -> None:
@@ -297,12 +341,17 @@ class Session:
         Answers of an event loop that are under way end after their step, as if there were no more tokens.
         """
         self._turns.close()
+        self._let_all_go()
         if self._writer is not None:
             self._writer.close(timeout)
         if self._metrics is not None:
             self._metrics.close()
         if self._store is not None:
             self._store.close()
+
+    def _let_all_go(self) -> None:
+        for recording in list(self._held):
+            self._let_go(recording)
 
     def __enter__(self) -> Self:
         return self
@@ -323,50 +372,13 @@ class Session:
             self._extras.restore(None)
         return self._plan.make()
 
-    def _find(self, packed: bytes) -> list[Found]:
-        usable = [] if self._space is None else self._space.usable
-        return [find(form, packed, prefill_only=self._saving.prefill_only) for form in usable]
-
-    def _restored(self, tokens: list[int]) -> tuple[Restored | None, dict[Form, int]]:
-        """What can be reused, and for each form up to where the store holds the prompt."""
-        if self._store is None:
-            return None, {}
-        packed = pack_tokens(tokens)
-        found = self._find(packed)
-        best = longest(found)
-        restored = None
-        if best is not None and best.count == len(tokens):
-            match = best.match
-            if match.exact and has_state(match.space, match.steps[-1]):
-                restored = self._read(best, len(tokens))
-            if restored is None or restored.logits is None:
-                # Something has to be computed for the logits of the last token.
-                restored = None
-                found = self._find(packed[:-TOKEN_BYTES])
-                best = longest(found)
-        saved = {one.form: one.match.border for one in found}
-        if self._writer is not None:
-            for one in found:
-                self._writer.asked(one.form, one.match)
-        if restored is None and best is not None and self._gate is not None and self._gate.worth_restoring(best):
-            restored = self._read(best, len(tokens))
-            saved[best.form] = 0 if restored is None else restored.saved
-            if restored is not None:
-                self._gate.restored(restored)
-        if restored is not None and self._extras is not None:
-            self._extras.restore(restored.extras)
-        return restored, saved
-
-    def _read(self, found: Found, tokens: int) -> Restored | None:
-        """Restore for a prompt of so many tokens. The logits that were saved after less than all of it are for nobody,
-        so that they are not read; what a hook has to be given back may lie anywhere.
-        """
-        wanted = found.count == tokens or self._extras is not None
-        restored = restore(found, tokens, state=wanted, prefill_only=self._saving.prefill_only)
-        if restored is None or restored.tokens == tokens:
-            return restored
-        return replace(restored, logits=None)
-
     def _after(self, run: Run, done: int) -> None:
-        if run.recording is not None and done < len(run.tokens) and run.recording.wants(done):
-            run.recording.reached(run.caches, None, done)
+        recording = run.recording
+        if recording is None or done >= len(run.tokens):
+            return
+
+        def save() -> None:
+            if recording.wants(done):
+                recording.reached(run.caches, None, done)
+
+        self._save(run, save)

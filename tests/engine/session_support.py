@@ -15,6 +15,7 @@ from mlx_lm.generate import generate_step
 from families import build
 from family_arguments import VOCABULARY
 from kvstore import Durability
+from kvstore_mlx.boundaries import MIN_TOKENS
 from kvstore_mlx.opening import open_session
 from kvstore_mlx.session import Session
 
@@ -28,8 +29,9 @@ def model_of(family: str) -> Any:
 
 
 def session_of(directory: Path | None, family: str, **more: Any) -> Session:
-    """A session that cuts its prefill at short intervals."""
-    settings = {"interval": INTERVAL, "prefill_step": INTERVAL, "durability": Durability.NONE, **more}
+    """A session that cuts its prefill at short intervals, and restores whether that pays or not."""
+    settings = {"interval": INTERVAL, "prefill_step": INTERVAL, "durability": Durability.NONE, "min_tokens": MIN_TOKENS}
+    settings |= more
     return open_session(directory, model_of(family), identity={"family": family}, **settings)
 
 

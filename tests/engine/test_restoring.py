@@ -265,8 +265,8 @@ def test_what_a_restore_reads_is_known_before_and_counted_after(tmp_path, family
     save(tmp_path / "cache", family, interval=256)
     prompt = [*PROMPT[:shared], 5, 6]
     with session_of(tmp_path / "cache", family, interval=256) as session:
-        found = longest(session._find(pack_tokens(prompt)))
-        restored = session._read(found, len(prompt))
+        found = longest(session._fetching._find(pack_tokens(prompt)))
+        restored = session._fetching._read(found, len(prompt))
         assert restored.tokens == found.count == shared
         assert session._store.counters.snapshot()["restored_bytes"] == restored.size
     blocks = tmp_path / "cache" / "objects" / "blocks"

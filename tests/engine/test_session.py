@@ -17,6 +17,7 @@ from session_support import decode, forwarded, prompt_of, session_of
 import kvstore
 import kvstore_mlx
 from kvstore.store import Namespace
+from kvstore_mlx.boundaries import MIN_TOKENS
 from kvstore_mlx.live import Extras
 from kvstore_mlx.restoring import Restored
 
@@ -31,7 +32,8 @@ def loaded(tiny_llama):
 @pytest.fixture
 def opened(loaded, tiny_llama, tmp_path):
     def start(**more):
-        return kvstore_mlx.open(tmp_path / "cache", *loaded, path=str(tiny_llama), interval=128, **more)
+        settings = {"interval": 128, "min_tokens": MIN_TOKENS, **more}
+        return kvstore_mlx.open(tmp_path / "cache", *loaded, path=str(tiny_llama), **settings)
 
     return start
 
@@ -284,6 +286,21 @@ def test_what_is_cheaper_is_measured_when_asked(opened):
         for _ in range(30):
             gate.restored(Restored(201, [], 0, 1 << 20, 60.0))
         assert cache.prefill([*prompts[-1], 6]).cached_tokens == 0
+        assert cache.prefill(prompts[-1]).cached_tokens == 0, "nor one of which nothing is left to compute"
+
+
+def test_unless_told_otherwise_it_is_measured(loaded, tiny_llama, tmp_path):
+    prompts = [[number, *range(1, 201)] for number in range(1, 8)]
+    for _ in range(2):
+        with kvstore_mlx.open(tmp_path, *loaded, path=str(tiny_llama), interval=128) as cache:
+            for prompt in prompts:
+                cache.prefill(prompt)
+            for _ in range(6):
+                cache._gate.prefilled(200, 1.0)
+            # Restores of the same prompts, with nothing left to compute, are what is measured.
+            known = cache._gate._measured.known(time.monotonic())
+    assert known
+    assert [restored.tokens for restored in cache._gate._measured._restores][:5] == [201] * 5
 
 
 @pytest.mark.parametrize("off", ["plain", "quantized"])

@@ -1,0 +1,183 @@
+"""What fails in the cache of a session costs an answer nothing but the cache, and is said once."""
+
+from __future__ import annotations
+
+import logging
+
+import mlx.core as mx
+import pytest
+from mlx_lm import load, stream_generate
+from mlx_lm.models.cache import make_prompt_cache
+
+import kvstore_mlx
+from kvstore.errors import TokenError
+from kvstore.store import Namespace
+from kvstore_mlx import fetching
+from kvstore_mlx.boundaries import MIN_TOKENS
+from kvstore_mlx.gate import Gate
+from kvstore_mlx.guard import Guard
+from kvstore_mlx.live import Extras
+from kvstore_mlx.metrics import Metrics
+from kvstore_mlx.recording import Recording
+
+PROMPT = "explain why a cache must never lie. " * 12
+
+ERRORS = [ValueError("no such layer"), MemoryError(), RuntimeError("a bug"), OSError(24, "too many files")]
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_llama):
+    return load(str(tiny_llama))
+
+
+@pytest.fixture(scope="module")
+def wanted(loaded):
+    return [each.token for each in stream_generate(*loaded, PROMPT, max_tokens=8)]
+
+
+@pytest.fixture
+def opened(loaded, tiny_llama, tmp_path):
+    def start(**more):
+        settings = {"interval": 128, "prefill_step": 128, "min_tokens": MIN_TOKENS, **more}
+        return kvstore_mlx.open(tmp_path / "cache", *loaded, path=str(tiny_llama), **settings)
+
+    return start
+
+
+def answered(cache, prompt=PROMPT):
+    return [each.token for each in cache.stream_generate(prompt, max_tokens=8)]
+
+
+def failing(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
+STEPS = [
+    (fetching, "find"),
+    (fetching, "restore"),
+    (Gate, "worth_restoring"),
+    (Gate, "worth_saving"),
+    (Recording, "__init__"),
+    (Recording, "prepare"),
+    (Recording, "reached"),
+    (Recording, "finished"),
+    (Recording, "_save"),
+    (Metrics, "fetched"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step[1])
+def test_an_answer_goes_on(opened, wanted, monkeypatch, caplog, step, error):
+    with opened() as cache:
+        cache.prefill(cache.tokens_of(PROMPT)[:200])
+    with opened() as cache, monkeypatch.context() as broken:
+        broken.setattr(*step, failing(error))
+        assert answered(cache) == wanted
+        assert cache.failures >= 1
+        lines = [each for each in caplog.records if each.levelno >= logging.WARNING]
+        assert len(lines) == 1
+        assert (str(error) or "MemoryError") in lines[0].getMessage() or lines[0].exc_info
+        assert "goes on without the cache" in lines[0].getMessage()
+        assert ("bug" in lines[0].getMessage()) == isinstance(error, RuntimeError)
+    # What was saved until then, or by another answer later, is as good as ever.
+    with opened() as cache:
+        assert answered(cache) == wanted
+    with opened() as cache:
+        assert answered(cache) == wanted
+        assert cache.failures == 0
+
+
+@pytest.mark.parametrize("step", STEPS[:-1], ids=lambda step: step[1])
+def test_an_interrupt_passes(opened, monkeypatch, step):
+    with opened() as cache:
+        cache.prefill(cache.tokens_of(PROMPT)[:200])
+    with opened() as cache, monkeypatch.context() as broken:
+        broken.setattr(*step, failing(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            answered(cache)
+        assert cache.failures == 0
+
+
+def test_what_failed_is_not_tried_again_in_the_same_answer(opened, wanted, monkeypatch):
+    with opened() as cache, monkeypatch.context() as broken:
+        broken.setattr(Recording, "reached", failing(ValueError("no such layer")))
+        assert answered(cache) == wanted
+        assert cache.failures == 1
+
+
+def test_a_prompt_with_images_is_computed_and_not_saved(loaded, opened, caplog):
+    caplog.set_level("INFO", "kvstore")
+    prompt = [*loaded[1].encode(PROMPT), -1, 7]
+    wanted = [each.token for each in stream_generate(*loaded, prompt, max_tokens=8)]
+    with opened() as cache:
+        assert answered(cache, prompt) == wanted
+        assert [each.getMessage() for each in caplog.records if "images" in each.getMessage()]
+        assert cache.restore(prompt) is None
+        cache.publish(prompt, make_prompt_cache(loaded[0]))
+        run = cache.prefill(prompt)
+        assert (run.cached_tokens, run.recording, cache.failures) == (0, None, 0)
+        cache.finish(run, prompt)
+
+
+def test_what_is_no_number_is_the_caller_s_mistake(opened):
+    with opened() as cache:
+        for call in (cache.restore, cache.prefill, lambda tokens: cache.publish(tokens, [])):
+            with pytest.raises(TokenError):
+                call(["a", "b"])
+
+
+def test_restore_and_publish_by_hand_go_on(loaded, opened, monkeypatch):
+    tokens = loaded[1].encode(PROMPT)
+    with opened() as cache:
+        caches = cache.prefill(tokens).caches
+        cache.flush()
+        with monkeypatch.context() as broken:
+            broken.setattr(Namespace, "lookup", failing(MemoryError()))
+            assert cache.restore(tokens) is None
+            cache.publish(tokens, caches)
+        assert cache.failures == 2
+        assert cache.restore(tokens).tokens == len(tokens)
+        with pytest.raises(ValueError, match="tokens where"):
+            cache.finish(cache.prefill([*tokens, 5]), [*tokens, 5, 6, 7])
+
+
+class Counter:
+    """A hook that counts what it was told."""
+
+    name = "counter/1"
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def capture(self) -> Extras:
+        return Extras({}, {"at": 1})
+
+    def restore(self, extras) -> None:
+        self.told.append(extras)
+
+
+def test_a_hook_begins_anew_when_a_restore_fails(opened, wanted, monkeypatch):
+    with opened(extras=Counter()) as cache:
+        assert answered(cache) == wanted
+    with opened(extras=(hook := Counter())) as cache, monkeypatch.context() as broken:
+        broken.setattr(Gate, "restored", failing(MemoryError()))
+        hook.told.clear()  # opening looks at the model, too
+        run = cache.prefill(cache.tokens_of(PROMPT))
+        assert (run.cached_tokens, hook.told) == (0, [None])
+        assert int(mx.argmax(run.logits)) == wanted[0]
+
+
+def test_the_same_is_said_once_a_minute(caplog):
+    now = [0.0]
+    guard = Guard(lambda: now[0])
+    for _ in range(5):
+        assert not guard.done(failing(ValueError("full")))
+    assert not guard.done(failing(ValueError("other")))
+    assert (guard.failures, len(caplog.records)) == (6, 2)
+    now[0] = 61.0
+    guard.done(failing(ValueError("full")))
+    assert len(caplog.records) == 3
