@@ -10,9 +10,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,10 @@ from fault_support import ERRORS, Emptied, Fault, Vanish, faulty, system_faults
 from stress_support import examine, quick_place, staged
 
 from kvstore import KVStoreError, NamespaceInfo, Store, UnavailableError
+from kvstore.context import Context, this_process
+from kvstore.eviction import GRACE_NS
+from kvstore.fsck import check
+from kvstore.gc import Policy, collect
 from kvstore.testing.oracle import Memory, Oracle, StateMemory, random_tokens
 
 INTERVAL = 32
@@ -391,6 +396,46 @@ def test_any_system_call_fails_while_a_store_is_opened_and_closed(base, place, n
                 publish_elsewhere(store)
                 check_elsewhere(store)
             examine(root)
+        if len(fault.calls) <= at:
+            break
+        at += 1
+    record_property("what", WHAT)
+    record_property("faults", at)
+
+
+UPKEEP: dict[str, Callable[[Context], str]] = {
+    "collect": lambda context: collect(context, Policy()).error,
+    "check": lambda context: check(context, read_data=True).error,
+    "repair": lambda context: check(context, read_data=True, repair=True, settle_s=0).error,
+}
+
+
+@pytest.mark.parametrize("name", ["EIO", "EACCES", "ESTALE"])
+@pytest.mark.parametrize("kind", UPKEEP)
+def test_any_system_call_fails_in_upkeep(base, place, kind, name, record_property):
+    """Nothing is raised, and nothing goes that was saved: what cannot be seen may be whole."""
+    at, run = 0, UPKEEP[kind]
+    while True:
+        fault = Fault(at=at, error=getattr(errno, name))
+        with open_base(base, place, Fault()) as store, naming(f"call {at} ({name})"):
+            orphan = store.path / "objects" / "blocks" / "ab" / ("ab" * 16)
+            orphan.parent.mkdir(exist_ok=True)
+            orphan.write_bytes(b"of no manifest")
+            stale = store.path / "tmp" / f"{this_process().host}.0.1.00000000"
+            stale.mkdir()
+            (stale / "1").write_bytes(b"of a process that is gone")
+            later = replace(store.context, clock=lambda: time.time_ns() + 3 * GRACE_NS)
+            before = descriptors()
+            with system_faults(fault):
+                run(later)
+            assert descriptors() == before
+            with Store.open(store.path) as fresh:
+                assert restore(fresh) == 40
+                assert restore_state(fresh) == 32
+                assert fresh.tokenizations(SCOPE).get(REQUEST) == TOKENS
+            assert run(later) == ""
+            assert kind != "collect" or (not orphan.exists() and staged(store.path) == [])
+            examine(store.path)
         if len(fault.calls) <= at:
             break
         at += 1
