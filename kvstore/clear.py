@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -209,7 +209,10 @@ class _Clearing:
                 self._report.namespaces += self._sweeper.remove(file)
 
     def _described(self) -> list[str]:
-        names = (name.partition(".") for name in sorted(os.listdir(self._layout.namespaces)))
+        found: list[str] = []
+        with suppress(FileNotFoundError):  # a copy leaves out folders that are empty
+            found = sorted(os.listdir(self._layout.namespaces))
+        names = (name.partition(".") for name in found)
         return [stem for stem, _, suffix in names if suffix == "json" and Layout.is_namespace_id(stem)]
 
     def _keeps(self, namespace: str) -> bool:

@@ -12,14 +12,14 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from kvstore._version import __version__
 from kvstore.cli.adapters import add_adapter_commands
@@ -31,6 +31,7 @@ from kvstore.store import Store
 
 __all__ = [
     "DIRECTORY_DEFAULT",
+    "Command",
     "DirectoryArgument",
     "JsonOption",
     "app",
@@ -46,6 +47,8 @@ __all__ = [
     "print_json",
     "writing",
 ]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 
@@ -94,10 +97,39 @@ def _reworded(message: str) -> str:
     text = text.replace(", unable to parse string as an integer", "").replace(
         ", unable to parse string as a number", ""
     )
-    return text[:1].lower() + text[1:].rstrip(".")
+    first = text.split(" ", 1)[0].rstrip(":")
+    return (text if first.isupper() and len(first) > 1 else text[:1].lower() + text[1:]).rstrip(".")
 
 
-class _Commands(TyperGroup):
+class _Untyped:
+    """Typer would say of each switch that it is a <bool> and of DIR that it is a <Path>, which helps nobody."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for each in params:
+            if getattr(each, "is_flag", False):
+                each.metavar = ""
+            elif isinstance(each, TyperArgument):
+                each.display_type_rich = _no_type  # type: ignore[method-assign]
+        return params
+
+
+def _no_type(ctx: Any) -> None:
+    """What an argument's help says of its type."""
+
+
+class Command(_Untyped, TyperCommand):
+    """A command of kvstore's own."""
+
+
+class _App(typer.Typer):
+    """Makes each command one of ours."""
+
+    def command(self, *args: Any, **kwargs: Any) -> Callable[[_Function], _Function]:
+        return super().command(*args, **{"cls": Command, **kwargs})
+
+
+class _Commands(_Untyped, TyperGroup):
     """Typer would end with 1 for a reader that left, with a traceback where stdout is full, and with a box for words
     that it does not know.
     """
@@ -118,7 +150,7 @@ class _Output(Console):
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
-app = typer.Typer(
+app = _App(
     name="kvstore",
     cls=_Commands,
     help="A persistent KV cache for LLM engines that is nothing but files.",
@@ -218,9 +250,17 @@ def counted(number: int, one: str, many: str = "") -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
-def namespace_ids(store: Store, prefix: str) -> list[str]:
-    """Ids of the namespaces that begin with prefix; raises KVStoreError when there is none, and OSError."""
-    names = sorted(name for name in os.listdir(store.context.layout.nodes) if Layout.is_namespace_id(name))
+def namespace_ids(store: Store, prefix: str, otherwise: str = "") -> list[str]:
+    """Ids of the namespaces that begin with prefix; raises KVStoreError when there is none, and OSError.
+
+    otherwise: what to say that there is, where there is no namespace at all.
+    """
+    try:
+        names = sorted(name for name in os.listdir(store.context.layout.nodes) if Layout.is_namespace_id(name))
+    except FileNotFoundError:  # a copy leaves out folders that are empty
+        names = []
+    if otherwise and not names:
+        raise KVStoreError(f"{store.path} holds no conversation yet, so there is {otherwise}")
     found = [name for name in names if name.startswith(prefix.lower())]
     if not found:
         raise KVStoreError(f"no namespace begins with {prefix!r}; `kvstore ls` shows what there is")

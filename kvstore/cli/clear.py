@@ -24,7 +24,9 @@ from kvstore.clear import ClearReport, clear_unused
 from kvstore.clear import clear as delete
 from kvstore.cli.app import DirectoryArgument, JsonOption, app, console, counted, opened, print_json
 from kvstore.cli.common import DryRunOption, one_namespace, say, unseen
+from kvstore.directory import complete
 from kvstore.errors import KVStoreError
+from kvstore.eviction import PROTECT_NS
 from kvstore.sizes import format_size, parse_age
 
 __all__ = ["clear"]
@@ -54,19 +56,23 @@ def clear(
     if everything == (namespace is not None or older_than is not None):
         raise typer.BadParameter("say what to delete: --all, or --namespace ID, or --older-than AGE")
     with opened(directory) as store:
-        chosen = None if namespace is None else one_namespace(store, namespace)
+        chosen = None if namespace is None else one_namespace(store, namespace, "nothing to clear")
         run = partial(delete, store.context, chosen)
-        if older_than is not None:
-            run = partial(clear_unused, store.context, int(parse_age(older_than) * 1e9), chosen)
+        older_than_ns = None if older_than is None else int(parse_age(older_than) * 1e9)
+        if older_than_ns is not None:
+            run = partial(clear_unused, store.context, older_than_ns, chosen)
         report = _run(partial(run, dry_run=True), quiet=as_json)
         if not dry_run and not report.error:
             if not yes:
                 _ask(report, f"{store.path}" if chosen is None else f"namespace {chosen} in {store.path}")
+            complete(store.context.fs, store.context.layout)
             report = _run(run, quiet=as_json)
         if as_json:
             print_json({"directory": str(store.path), **asdict(report)})
         elif not report.busy and (report.after_bytes or not report.error):
             say(_lines(report))
+            if older_than_ns is not None and older_than_ns < PROTECT_NS:
+                say(["What was written or used in the last minute stays, and for a day blocks that no manifest names."])
         if report.busy:
             raise KVStoreError("a collection of this directory is running, so nothing was deleted; wait for it")
         if report.error:

@@ -97,11 +97,11 @@ def beginning(prefix: str | None) -> str:
     return prefix or ""
 
 
-def one_namespace(store: Store, prefix: str) -> str:
-    """The id of the only namespace that begins with prefix; raises KVStoreError."""
+def one_namespace(store: Store, prefix: str, otherwise: str = "") -> str:
+    """The id of the only namespace that begins with prefix; raises KVStoreError. otherwise: see namespace_ids."""
     beginning(prefix)
     try:
-        found = namespace_ids(store, prefix)
+        found = namespace_ids(store, prefix, otherwise)
     except OSError as error:
         raise unavailable(store.path, error) from error
     if len(found) > 1:

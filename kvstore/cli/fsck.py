@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from kvstore.cli.app import DirectoryArgument, JsonOption, app, console, opened, output, print_json, writing
+from kvstore.cli.app import Command, DirectoryArgument, JsonOption, app, console, opened, output, print_json, writing
 from kvstore.cli.common import stages, warn
 from kvstore.fsck import ExitCode, Finding, Report, check
 from kvstore.locations import warnings_for
@@ -36,7 +35,7 @@ _SHOWN = 50
 _STAGES = {"files": "reading manifests", "bytes": "reading data"}
 
 
-class _Command(TyperCommand):
+class _Command(Command):
     """Exits with the code of fsck(8) for a wrong command line. Typer's way to say so is to be subclassed."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:

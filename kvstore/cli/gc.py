@@ -20,6 +20,7 @@ import typer
 
 from kvstore.cli.app import DirectoryArgument, JsonOption, app, counted, opened, print_json
 from kvstore.cli.common import DryRunOption, one_namespace, say, stages, warn
+from kvstore.directory import complete
 from kvstore.errors import KVStoreError
 from kvstore.gc import GcReport, Policy, collect
 from kvstore.quotas import read_quotas
@@ -66,6 +67,8 @@ def gc(
             quotas=quotas.sizes,
             dry_run=dry_run,
         )
+        if not dry_run:
+            complete(store.context.fs, store.context.layout)
         texts = {**_STAGES, "bytes": "adding up"} if dry_run else _STAGES
         with stages(texts, quiet=as_json) as told:
             report = collect(store.context, policy, progress=told)

@@ -9,7 +9,8 @@ With ``--json`` one document:
 
 bytes: KV and states of the whole path; own_bytes: what no other conversation shares. used: seconds since the epoch.
 resumable: a boundary state lies at the end. complete: false when a node of the path is missing or damaged.
-damaged, foreign: manifests that could not be read, files that are not kvstore's. hidden: conversations beyond --limit.
+damaged, foreign: manifests that could not be read, files that are not kvstore's. hidden: conversations beyond --limit;
+with --by-namespace, namespaces.
 
 With ``--by-namespace``, in place of "conversations":
 
@@ -106,7 +107,8 @@ def ls(
         typer.Option(
             metavar="N",
             min=0,
-            help=f"Show so many conversations, the first ones; 0 for all (default: {_LIMIT}, with --json all).",
+            help="Show so many conversations, or with --by-namespace so many namespaces, the first ones; 0 for all "
+            f"(default: {_LIMIT}, with --json all).",
         ),
     ] = None,
     tree: Annotated[bool, typer.Option("--tree", help="Show what conversations share once, as a tree.")] = False,
@@ -131,6 +133,8 @@ def ls(
         most = limit if limit is not None else 0 if as_json else _LIMIT
         shown = _first(matching, sort, len(matching) if grouped or not most else most)
         hidden = len(matching) - len(shown)
+        if grouped:
+            shown, hidden = _of_first(shown, most)
         quotas = read_quotas(store.context).sizes
         if as_json:
             about = {"directory": str(store.path), "damaged": found.damaged, "foreign": found.foreign}
@@ -144,7 +148,8 @@ def ls(
         else:
             output().print(_by_namespace(by_namespace(found, shown), quotas) if grouped else _table(shown))
         if hidden:
-            say([f"… and {counted(hidden, 'more conversation')}; --limit 0 shows all."])
+            more = "more namespace" if grouped else "more conversation"
+            say([f"… and {counted(hidden, more)}; --limit 0 shows all."])
         if found.damaged:
             damaged = counted(found.damaged, "damaged manifest")
             console.print(f"Left out: {damaged}; `kvstore fsck` names each.", highlight=False, soft_wrap=True)
@@ -173,6 +178,13 @@ def _first(conversations: list[Conversation], sort: Sort, most: int) -> list[Con
         return (_KEYS[sort](each), each.namespace, each.key)
 
     return heapq.nsmallest(most, conversations, key=key)
+
+
+def _of_first(conversations: list[Conversation], most: int) -> tuple[list[Conversation], int]:
+    """The conversations of so many namespaces, in the order in which these come; how many namespaces are left out."""
+    namespaces = list(dict.fromkeys(each.namespace for each in conversations))
+    chosen = set(namespaces[: most or None])
+    return [each for each in conversations if each.namespace in chosen], len(namespaces) - len(chosen)
 
 
 def _content(found: Listing, shown: list[Conversation], tree: bool, grouped: bool) -> dict[str, Any]:

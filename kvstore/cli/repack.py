@@ -18,6 +18,7 @@ import typer
 
 from kvstore.cli.app import DirectoryArgument, JsonOption, app, counted, opened, print_json
 from kvstore.cli.common import DryRunOption, bar, one_namespace, say, warn
+from kvstore.directory import complete
 from kvstore.errors import KVStoreError
 from kvstore.repack import RepackReport
 from kvstore.repack import repack as join_blocks
@@ -47,6 +48,8 @@ def repack(
     with opened(directory) as store:
         older_than_ns = int(parse_age(older_than) * 1e9)
         namespaces = None if namespace is None else [one_namespace(store, namespace)]
+        if not dry_run:
+            complete(store.context.fs, store.context.layout)
         with bar("joining blocks", quiet=as_json) as told:
             report = join_blocks(
                 store.context, older_than_ns=older_than_ns, namespaces=namespaces, dry_run=dry_run, progress=told

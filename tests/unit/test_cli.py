@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
+import typer
 from core_support import INFO, open_store
 from gc_support import TENANT, blocks, check_valid, manifests, prompt, publish, set_used, space_of
 from typer.testing import CliRunner
@@ -271,6 +274,9 @@ def test_an_empty_name_is_not_the_current_directory(path, monkeypatch, command):
     more = {"clear": ["--all", "--yes"], "show": ["00"]}.get(command, [])
     result = run(command, "", *more, code=16 if command == "fsck" else 2)
     assert "the name of the directory is empty" in result.stderr
+    assert result.stderr.startswith(
+        f"kvstore: {'' if command == 'show' else 'SRC: ' if command == 'merge' else 'DIR: '}the"
+    )
     assert len(manifests(path)) == 7
 
 
@@ -393,6 +399,46 @@ def test_help_names_every_option():
     output = run("gc", "--help").stdout
     for option in ("--size", "--min-free", "--older-than", "--namespace", "--dry-run", "--json"):
         assert option in output
+
+
+def test_help_says_no_types_of_switches_and_directories():
+    commands = [name for name in app_commands() if name not in ("serve", "generate", "chat", "doctor")]
+    assert "gc" in commands
+    for name in ["", *commands]:
+        text = run(*([name] if name else []), "--help").stdout
+        assert "--help" in text
+        assert not re.search(r"<(bool|Path|str|list.*)>", text), name
+
+
+def app_commands() -> list[str]:
+    import kvstore.cli.report
+    import kvstore.cli.top
+    import kvstore.cli.tree
+    import kvstore.cli.why  # noqa: F401 - importing a command registers it
+
+    return list(typer.main.get_command(app).commands)
+
+
+@pytest.mark.parametrize("command", [["gc"], ["repack"], ["clear", "--all", "--yes"], ["clear", "--all", "--dry-run"]])
+def test_folders_that_a_copy_left_out_are_made_where_they_are_needed(path, command):
+    run("clear", path, "--all", "--yes")
+    for folder in ("locks", "tmp", "namespaces", "objects/nodes"):
+        shutil.rmtree(path / folder)
+    run(command[0], path, *command[1:])
+    assert (path / "locks").is_dir() == ("--dry-run" not in command)
+
+
+def test_where_nothing_is_saved_there_is_nothing_to_clear(path):
+    shutil.rmtree(path / "objects" / "nodes")
+    said = sentence("clear", path, "--namespace", "6e", "--yes")
+    assert said == f"kvstore: {path} holds no conversation yet, so there is nothing to clear"
+    assert "no conversation yet" in run("ls", path).stdout
+
+
+@pytest.mark.parametrize(("age", "told"), [("0s", True), ("59s", True), ("60s", False), ("1d", False)])
+def test_clear_says_that_what_was_just_used_stays(path, age, told):
+    out = run("clear", path, "--older-than", age, "--dry-run").stdout
+    assert ("What was written or used in the last minute stays" in out) is told
 
 
 def test_the_command_works_as_a_program(path):

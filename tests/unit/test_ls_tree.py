@@ -174,6 +174,17 @@ def test_what_is_hidden_is_said(store, monkeypatch):
     assert "more conversation" not in invoke("ls", store.path, "--by-namespace")[1]
 
 
+def test_by_namespace_a_limit_is_one_of_namespaces(store):
+    out = invoke("ls", store.path, "--by-namespace", "--limit", "1")[1].splitlines()
+    assert len(out) == 3
+    assert out[-1] == "… and 1 more namespace; --limit 0 shows all."
+    (row,) = invoke_json("ls", store.path, "--by-namespace", "--limit", "1", "--sort", "tokens")["namespaces"]
+    assert (row["namespace"], row["conversations"]) == (INFO.id, 3)
+    for limit in (0, 2):
+        document = invoke_json("ls", store.path, "--by-namespace", "--limit", str(limit))
+        assert (len(document["namespaces"]), document["hidden"]) == (2, 0)
+
+
 def test_nothing_like_that(store):
     assert invoke("ls", store.path, "--min-tokens", "99")[1] == f"{store.path} holds no conversation like that.\n"
     assert "more" not in invoke("ls", store.path, "--tree", "--min-tokens", "99")[1]
