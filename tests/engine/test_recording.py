@@ -15,7 +15,7 @@ from kvstore_mlx.forms import Form
 from kvstore_mlx.housekeeping import Housekeeping
 from kvstore_mlx.live import Extras
 from kvstore_mlx.recording import Recording
-from kvstore_mlx.writer import Job, Writer
+from kvstore_mlx.writer import Boundary, Job, Writer
 
 
 @pytest.fixture
@@ -298,6 +298,27 @@ def test_a_state_that_was_refused_is_caught_up_with_like_its_rows(store, statefu
     states = [state_at(stateful, prompt[:end]) for end in (128, 256, 384, 448, 480)]
     third = {"tokens": 384} if room == "for all" else None
     assert states == [{"tokens": 128}, {"tokens": 256}, third, {"tokens": 448}, {"tokens": 480}]
+
+
+def test_the_states_that_wait_have_one_bound_for_all_recordings(store, stateful, monkeypatch):
+    """Each has its last one beside that; the room of one that is over goes to the others."""
+    size = Boundary(1, FakeLive(1).state(decode=False)).payload_bytes
+    monkeypatch.setattr(recording_module, "MAX_HELD_BYTES", 5 * size)
+    writer = Slow(Housekeeping(store, 1 << 30), max_queued=1)
+    borders = (128, 192, 256, 320, 384)
+    prompts = [list(range(seed, seed + 500)) for seed in range(1, 33)]
+    recordings = [record(stateful, writer, prompt, boundaries=borders) for prompt in prompts]
+    look(record(stateful, writer, list(range(900, 1200))), 128)  # it fills the queue
+    for recording in recordings:
+        look(recording, *borders)
+    held = [sorted(recording._held) for recording in recordings]
+    assert held == [[*borders], [320, 384], *[[384]] * 30]
+    del recording, recordings[0]
+    late = record(stateful, writer, list(range(700, 1200)), boundaries=borders)
+    look(late, *borders)
+    assert sorted(late._held) == [*borders]
+    writer.go.set()
+    assert writer.close(10)
 
 
 def test_nan_is_not_saved(form, writer, caplog):
