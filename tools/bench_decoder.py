@@ -9,8 +9,9 @@ __all__ = ["Decoder"]
 
 _PROMPT = 512
 _VOCABULARY = 250
-_AGAIN = 256
-"""Tokens after which speed begins at the prompt's end again: a growing context would make each slower than the last."""
+_AGAIN = 32
+"""Tokens after which speed begins at the prompt's end again: a growing context makes each slower than the last, and a
+long measurement would have more of the slow ones than a short one that it is compared with."""
 
 
 class Decoder:
