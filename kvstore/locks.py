@@ -27,8 +27,8 @@ POLL_S = 0.005
 
 _PATIENCE_S = 0.1
 _IMPATIENT_S = POLL_S / 5
-"""How often after waiting that long. Nobody queues for a lock that is polled: whoever asks next when it is free has it, so
-whoever has waited asks more often than whoever has just come."""
+"""How often after waiting that long. Nobody queues for a lock that is polled: whoever asks next when it is free has it,
+so whoever has waited asks more often than whoever has just come."""
 
 # What flock answers on a file system without it, or on NFS without a lock daemon.
 _NO_FLOCK = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
