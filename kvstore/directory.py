@@ -132,7 +132,14 @@ def read_config(fs: FileSystem, layout: Layout) -> dict[str, Any] | None:
 
 
 def interval_of(layout: Layout, config: dict[str, Any]) -> int:
-    """Tokens a chunk; FormatVersionError for a newer format, NotACacheDirectoryError for no usable interval."""
+    """Tokens a chunk; FormatVersionError for a newer format, NotACacheDirectoryError for one that never was and
+    for no usable interval.
+    """
+    if config["format"] < FORMAT:
+        raise NotACacheDirectoryError(
+            f"{layout.config} says format {config['format']}, which no kvstore ever wrote; restore it from a copy, or "
+            "move the directory away and start anew"
+        )
     if config["format"] != FORMAT:
         raise FormatVersionError(
             f"{layout.root} has format {config['format']}, and this kvstore knows format {FORMAT}; "

@@ -74,7 +74,7 @@ class Inspection:
         self._pause("verified")
         self._judge_folders()
         self._judge_suspects()
-        judge_interval(self._context, judge.problems, len(self._nodes))
+        self._unnamed -= judge_interval(self._context, judge.problems, len(self._nodes))
         judge_lineage(judge, self._nodes)
         self._count_unreachable()
         self._judge_future()

@@ -22,7 +22,7 @@ from kvstore.directory import MIN_INTERVAL
 from kvstore.errors import DamagedManifestError
 from kvstore.fsck.findings import Problem
 from kvstore.fsck.values import seen_of
-from kvstore.manifest import MAX_INTERVAL, MAX_MANIFEST_BYTES, decode
+from kvstore.manifest import MAX_INTERVAL, MAX_MANIFEST_BYTES, Manifest, decode
 
 __all__ = ["judge_interval", "restore_interval"]
 
@@ -30,24 +30,29 @@ _CODES = {"manifest-interval", "manifest-damaged"}
 """What manifests of a longer interval look like: too long to be read as one of this."""
 
 
-def judge_interval(context: Context, problems: list[Problem], whole: int) -> None:
+def judge_interval(context: Context, problems: list[Problem], whole: int) -> set[bytes]:
     """Replace the problems of all manifests by one of kvstore.json, when that is what is wrong; else leave whole
     manifests of another interval alone.
 
-    whole: manifests and states that are of the directory's interval.
+    whole: manifests and states that are of the directory's interval. Returns the digests of the blocks that manifests
+    of another interval name: `gc` keeps those.
     """
     intervals: dict[Path, int] = {}
+    named: set[bytes] = set()
     for problem in problems:
-        if problem.code in _CODES and (interval := _interval_of(context, problem)) is not None:
-            intervals[problem.path] = interval
+        if problem.code in _CODES and (manifest := _manifest_of(context, problem)) is not None:
+            intervals[problem.path] = manifest.interval
+            named.update(ref.digest for ref in manifest.blocks if manifest.interval != context.interval)
     others = Counter(interval for interval in intervals.values() if interval != context.interval)
-    if not whole and len(others) == 1 and len(intervals) == others.total():
-        if _is_possible(interval := next(iter(others))):
-            _blame_config(context, problems, intervals, interval)
-        return
+    agreed = next(iter(others)) if len(others) == 1 and len(intervals) == others.total() else 0
+    if not whole and _is_possible(agreed):
+        _blame_config(context, problems, intervals, agreed)
+        return named
     for problem in problems:
         interval = intervals.get(problem.path, context.interval)
-        if interval != context.interval and _is_possible(interval):
+        if interval != context.interval and not _is_possible(interval):
+            problem.action = "damaged"
+        elif interval != context.interval:
             problem.action = "none"
             problem.sentence = (
                 f"It was saved with {interval} tokens a chunk, like {_manifests(others[interval])}, and kvstore.json "
@@ -55,6 +60,7 @@ def judge_interval(context: Context, problems: list[Problem], whole: int) -> Non
                 "right, write that into kvstore.json and restart what uses this directory; else `gc` removes it as "
                 "it does what is not used."
             )
+    return named
 
 
 def _is_possible(interval: int) -> bool:
@@ -78,11 +84,11 @@ def _blame_config(context: Context, problems: list[Problem], intervals: Collecti
     )
 
 
-def _interval_of(context: Context, problem: Problem) -> int | None:
-    """The interval that a whole manifest records."""
+def _manifest_of(context: Context, problem: Problem) -> Manifest | None:
+    """A manifest that is whole in itself."""
     try:
         data, _ = context.fs.read_file(problem.path, MAX_MANIFEST_BYTES)
-        return decode(data).interval
+        return decode(data)
     except (OSError, DamagedManifestError):
         return None
 

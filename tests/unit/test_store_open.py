@@ -144,6 +144,15 @@ def test_a_newer_format_is_refused_and_untouched(tmp_path):
     assert tree(tmp_path) == before
 
 
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_format_that_never_was_is_no_reason_to_upgrade(tmp_path, number):
+    open_store(tmp_path / "cache").close()
+    (tmp_path / "cache" / "kvstore.json").write_text(json.dumps({"format": number, "interval": 16}))
+    for create in (True, False):
+        with pytest.raises(NotACacheDirectoryError, match=rf"says format {number}, which no kvstore ever wrote"):
+            open_store(tmp_path / "cache", create=create)
+
+
 def test_the_interval_is_that_of_the_creation(tmp_path):
     open_store(tmp_path / "cache", interval=64)
     assert open_store(tmp_path / "cache", interval=None).interval == 64
