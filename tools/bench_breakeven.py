@@ -196,10 +196,11 @@ def child(job: Mapping[str, Any]) -> dict[str, Any]:
     from mlx_lm import load  # noqa: PLC0415 - imports the engine
 
     import kvstore_mlx  # noqa: PLC0415 - as above
+    from kvstore_mlx.boundaries import MIN_TOKENS  # noqa: PLC0415 - as above
 
     directory = None if job["task"] == "disabled" else job["store"]
     engine = load(job["model"])
-    with kvstore_mlx.open(directory, *engine, path=job["model"]) as session:
+    with kvstore_mlx.open(directory, *engine, path=job["model"], min_tokens=MIN_TOKENS) as session:
         if job["task"] == "save":
             for length in job["lengths"]:
                 session.prefill(_prompt(length))

@@ -30,6 +30,7 @@ from family_runs import (
     tokens_of,
 )
 from kvstore.fs import Durability
+from kvstore_mlx.boundaries import MIN_TOKENS
 from kvstore_mlx.opening import open_session
 from kvstore_mlx.plan import leaves_of
 from kvstore_mlx.probe import stretches_beyond
@@ -102,6 +103,7 @@ def open_directory(directory: Path | None, model: Any, row: str, quantized: Quan
         model,
         identity={"row": row},
         interval=INTERVAL,
+        min_tokens=MIN_TOKENS,
         prefill_step=STEP,
         durability=Durability.NONE,
         **bits,

@@ -258,7 +258,8 @@ class Session:
         logits_processors: Sequence[Callable[[Any, Any], Any]] = (),
         cuts: Sequence[int] = (),
     ) -> Iterator[GenerationResponse]:
-        """As mlx_lm.stream_generate. Responses count the whole prompt; cached_tokens of the run is not among them.
+        """As mlx_lm.stream_generate. Responses count the whole prompt, and do not say how much of it was
+        reused; `prefill` does.
 
         max_tokens -1 is no limit, as there.
         """
@@ -281,7 +282,7 @@ class Session:
 
         Several answers take turns there, a piece of a prefill or a token at a time. One that is cancelled or closed
         ends after the piece or token under way: what was saved of its prompt by then stays, and what was generated is
-        saved. (Who leaves an ``async for`` early says when by contextlib.aclosing.) Samplers, logits processors and
+        saved. (To leave an ``async for`` early, say when by contextlib.aclosing.) Samplers, logits processors and
         extras hooks run on that thread, too, whose random numbers go on from those of the caller when an answer begins.
         A hook that keeps the state of one answer serves one at a time.
         """

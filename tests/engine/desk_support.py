@@ -206,7 +206,7 @@ class Desk:
         for name in PROGRAMS:
             program = self._folder / "bin" / name
             program.write_text(
-                f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+                f"#!{sys.executable}\nimport sys\nsys.path[:0] = {[str(Path(__file__).parent), str(ROOT / 'tools')]!r}\n"
                 f"from document_programs import main\nsys.exit(main({name!r}, sys.argv[1:]))\n"
             )
             program.chmod(0o755)
