@@ -342,7 +342,12 @@ def free_quarantine(context: Context, name: str) -> Path:
 def make_folders(context: Context, folder: Path) -> None:
     """Make a fan-out folder and, for a new namespace, the one above. Folders are never removed, so no race removes
     one between this and the rename.
+
+    Not those that a directory is set up with: they are missing where its volume is no longer mounted.
     """
-    if not folder.is_dir():
+    layout = context.layout
+    if folder.is_dir() or folder in (layout.root, *layout.folders):
+        return
+    if folder.parent != layout.root:
         context.fs.make_dir(folder.parent)
-        context.fs.make_dir(folder)
+    context.fs.make_dir(folder)

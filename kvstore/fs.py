@@ -16,7 +16,7 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -181,7 +181,7 @@ class FileSystem:
         try:
             yield fd, status
         finally:
-            os.close(fd)
+            close_read(fd)
 
     def open_fd(self, path: Path | str) -> tuple[int, os.stat_result]:
         """As open_read, for a caller that keeps the descriptor and closes it."""
@@ -213,7 +213,15 @@ class FileSystem:
                 data += more
             return data, status
         finally:
-            os.close(fd)
+            close_read(fd)
+
+
+def close_read(fd: int) -> None:
+    """Close what was only read. Whatever this answers the descriptor is free (another try might close another's), and
+    what was read does not change by it.
+    """
+    with suppress(OSError):
+        os.close(fd)
 
 
 def _sync(fd: int, *ways: Callable[[int], object]) -> None:

@@ -200,7 +200,7 @@ class _Collection:
         if policy.min_free is not None:
             self._free = free_bytes(self._context)
         if policy.namespace is not None:
-            self._of_namespace = _namespace_bytes(policy.namespace, found, marks)
+            self._of_namespace = _namespace_bytes({policy.namespace}, found, marks)[policy.namespace]
         return found, marks
 
     def _tell(self, freed: int) -> None:
@@ -232,8 +232,7 @@ class _Collection:
         self._remove_nodes(plan, found, marks)
         self._remove_tokenizations(found, plan)
         self._report.unmet_bytes, _ = self._missing()
-        for namespace in over:
-            used = _namespace_bytes(namespace, found, marks, self._removed)
+        for namespace, used in _namespace_bytes(over, found, marks, self._removed).items():
             self._report.over_quota_bytes += max(0, used - self._policy.quotas[namespace])
         if self._report.unmet_bytes or self._report.over_quota_bytes:
             times = [(node.file.mtime_ns, node.file.ctime_ns) for node in marks.nodes]
@@ -242,16 +241,11 @@ class _Collection:
 
     def _over_quota(self, found: Scan, marks: Marks) -> dict[str, int]:
         """Bytes to free of each namespace over its quota, a tenth to spare. An explicit size counts instead of one."""
-        over = {}
-        for namespace, quota in self._policy.quotas.items():
-            if self._policy.namespace not in (None, namespace):
-                continue
-            if self._policy.namespace is not None and self._policy.size is not None:
-                continue
-            used = _namespace_bytes(namespace, found, marks)
-            if used > quota:
-                over[namespace] = used - quota * 9 // 10
-        return over
+        only, quotas = self._policy.namespace, self._policy.quotas
+        if only is not None:
+            quotas = {only: quotas[only]} if only in quotas and self._policy.size is None else {}
+        used = _namespace_bytes(quotas, found, marks)
+        return {name: used[name] - quota * 9 // 10 for name, quota in quotas.items() if used[name] > quota}
 
     def _missing(self) -> tuple[int, int]:
         """Bytes still to free until the policy is met, and until there is something to spare.
@@ -403,10 +397,18 @@ def _drop(node: Marked, found: Scan, marks: Marks) -> Iterator[HashedFile]:
             yield found.blocks[digest]
 
 
-def _namespace_bytes(namespace: str, found: Scan, marks: Marks, removed: Collection[int] = ()) -> int:
-    """Bytes on disk of a namespace's manifests and of the blocks they name. removed: indices of those that are gone."""
-    nodes = [
-        node for index, node in enumerate(marks.nodes) if node.file.namespace == namespace and index not in removed
-    ]
-    digests = {digest for node in nodes for digest, _ in node.blocks if digest in found.blocks}
-    return sum(node.file.allocated for node in nodes) + sum(found.blocks[digest].allocated for digest in digests)
+def _namespace_bytes(
+    namespaces: Collection[str], found: Scan, marks: Marks, removed: Collection[int] = ()
+) -> dict[str, int]:
+    """Bytes on disk of each namespace's manifests and of the blocks they name. removed: indices of those that are gone.
+
+    One pass over all nodes, for any number of namespaces.
+    """
+    used = dict.fromkeys(namespaces, 0)
+    named: dict[str, set[bytes]] = {namespace: set() for namespace in used}
+    if used:
+        for index, node in enumerate(marks.nodes):
+            if (namespace := node.file.namespace) in used and index not in removed:
+                used[namespace] += node.file.allocated
+                named[namespace].update(digest for digest, _ in node.blocks if digest in found.blocks)
+    return {name: size + sum(found.blocks[digest].allocated for digest in named[name]) for name, size in used.items()}

@@ -16,7 +16,7 @@ from pathlib import Path
 from kvstore.blocks import MAX_HEADER_BYTES, TensorBuffer, TensorSpec, read_specs
 from kvstore.context import Context
 from kvstore.errors import DamagedBlockError
-from kvstore.fs import is_damage, mostly_holes, out_of_files
+from kvstore.fs import close_read, is_damage, mostly_holes, out_of_files
 from kvstore.keys import TOKEN_BYTES
 from kvstore.lookup import Match, Step, common_tokens, load_manifest
 from kvstore.manifest import BlockRef, Manifest
@@ -108,7 +108,7 @@ def _read_windows(
             read, damaged = _read_all(context, opened, memory, threads)
         finally:
             for block in opened:
-                _close(block.fd)
+                close_read(block.fd)
         good.extend(read)
         if len(read) < len(opened):
             return good, damaged
@@ -203,20 +203,12 @@ def _open(context: Context, ref: BlockRef, expected: tuple[TensorSpec, ...] | No
         if expected is not None and specs != expected:
             raise DamagedBlockError("holds other tensors than the block before it")
     except (OSError, DamagedBlockError) as error:
-        _close(fd)
+        close_read(fd)
         if not is_damage(error):
             raise
         _damaged(context, ref, error)
         return None
     return OpenBlock(ref, fd, head, specs)
-
-
-def _close(fd: int) -> None:
-    """Close what was only read. Whatever this answers the descriptor is free (another try might close another's), and
-    the digest has told what the bytes are.
-    """
-    with suppress(OSError):
-        os.close(fd)
 
 
 def _read_all(

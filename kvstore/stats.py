@@ -97,19 +97,26 @@ class Stats:
 
 
 class StatsFile:
-    """This process's counters, and the file that they are written to when told. Safe to use from several threads."""
+    """This process's counters, and the file that they are written to when told. Safe to use from several threads.
+
+    A fork of the process counts from zero, into a file of its own: a file has one writer, whose counters only grow.
+    """
 
     def __init__(self, context: Context) -> None:
-        me = this_process()
-        self._writer = f"{me.host}.{me.boot}.{me.pid}.{secrets.token_hex(4)}"
         self._durable = context
         # Nothing waits for the disk for the sake of counters; what is written last is made durable.
         self._context = replace(context, fs=replace(context.fs, durability=Durability.NONE))
-        self._began = context.clock() // 10**9
-        self._counts = dict.fromkeys(COUNTERS, 0)
-        self._changed = False
         self._lock = threading.Lock()
         self._writing = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        me = this_process()
+        self._pid = me.pid
+        self._writer = f"{me.host}.{me.boot}.{me.pid}.{secrets.token_hex(4)}"
+        self._began = self._context.clock() // 10**9
+        self._counts = dict.fromkeys(COUNTERS, 0)
+        self._changed = False
 
     @property
     def path(self) -> Path:
@@ -119,6 +126,8 @@ class StatsFile:
     def add(self, **amounts: int) -> None:
         """Add to counters by name."""
         with self._lock:
+            if self._pid != os.getpid():
+                self._begin()
             for name, amount in amounts.items():
                 self._counts[name] += amount
             self._changed = True
@@ -130,6 +139,8 @@ class StatsFile:
         """
         with self._writing:
             with self._lock:
+                if self._pid != os.getpid():
+                    self._begin()
                 if not self._changed:
                     return True
                 row = Row(self._began, self._context.clock() // 10**9, dict(self._counts))

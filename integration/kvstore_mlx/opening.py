@@ -48,9 +48,9 @@ def open_session(
 
     path (as given to mlx_lm.load) or identity (any mapping that JSON can hold) says which weights these are; without
     either all parameters in memory are hashed. Settings and a sample of the parameters in memory count in any case, so
-    that a path is enough with an adapter, too; but if you change a few numbers within a tensor, pass an identity, or neither
-    of both. min_tokens is the shortest prefix that is restored or saved; None, as ``auto`` on the command
-    line, measures as the session runs from where on reading is quicker than computing. The other arguments are those of
+    that a path is enough with an adapter, too; but if you change a few numbers within a tensor, pass an identity, or
+    neither of both. min_tokens is the shortest prefix that is restored or saved; None, as ``auto`` on the command line,
+    measures as the session runs from where on reading is quicker than computing. The other arguments are those of
     ``kvstore serve``. Raises UnsupportedModelError when the model cannot be cached, and whatever Store.open raises.
     """
     budget = parse_size(size) if isinstance(size, str) else size

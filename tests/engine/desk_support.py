@@ -205,8 +205,9 @@ class Desk:
         self._link("path/to/model")
         for name in PROGRAMS:
             program = self._folder / "bin" / name
+            folders = [str(Path(__file__).parent), str(ROOT / "tools")]
             program.write_text(
-                f"#!{sys.executable}\nimport sys\nsys.path[:0] = {[str(Path(__file__).parent), str(ROOT / 'tools')]!r}\n"
+                f"#!{sys.executable}\nimport sys\nsys.path[:0] = {folders!r}\n"
                 f"from document_programs import main\nsys.exit(main({name!r}, sys.argv[1:]))\n"
             )
             program.chmod(0o755)

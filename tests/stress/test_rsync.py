@@ -81,11 +81,11 @@ class Server(threading.Thread):
     def work(self, store) -> None:
         self.restores += restore(store.namespace(INFO), self.choose.choice(PROMPTS), threads=1).tokens > 0
         assert restore(store.namespace(TENANT), OWN, threads=1).tokens == 40
-        if self.choose.random() < 0.2:
+        if not self.collections or self.choose.random() < 0.2:
             report = collect(store.context, Policy(size=1 << 40))
             assert (report.error, report.nodes, report.orphans) == ("", 0, 0)
             self.collections += 1
-        if self.choose.random() < 0.1:
+        if not self.published or self.choose.random() < 0.1:
             publish(store.namespace(TENANT), prompt(20, 2000 + self.published % 10))
             self.published += 1
 
@@ -100,7 +100,7 @@ def kill_often(source: Path, target: Path, options: list[str], choose: random.Ra
     """Start rsync and kill it; how often it was still at work. It is slowed down, to be caught at it."""
     caught = 0
     for _ in range(KILLS):
-        command = ["rsync", "-a", "--bwlimit=400", *options, f"{source}/", f"{target}/"]
+        command = ["rsync", "-a", "--bwlimit=100", *options, f"{source}/", f"{target}/"]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
             time.sleep(choose.uniform(0.02, 0.25))
             caught += process.poll() is None
@@ -123,6 +123,10 @@ def test_rsync_killed_at_random_with_a_server_and_gc_on_the_target(place, option
     try:
         caught = kill_often(source, target, options, choose)
         subprocess.run(["rsync", "-a", *options, f"{source}/", f"{target}/"], check=True)
+        for _ in range(1000):
+            if server.restores or not server.is_alive():
+                break
+            time.sleep(0.02)
     finally:
         server.stop()
     record_property("what", "rsync killed at random while gc and a server work on its target")

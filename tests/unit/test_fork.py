@@ -10,6 +10,8 @@ import pytest
 from core_support import INFO, open_store, prompt, restore
 from stress_support import examine, staged
 
+from kvstore.stats import read_stats
+
 TESTS = Path(__file__).resolve().parents[1]
 
 PUBLISH = """
@@ -90,3 +92,26 @@ def test_a_store_that_is_open_while_its_process_forks(tmp_path, then, seeds):
     with open_store(root, None) as store:
         for seed in seeds:
             assert restore(store.namespace(INFO), prompt(40, seed)).tokens == 40
+
+
+COUNTS = """
+from kvstore.stats import StatsFile
+stats = StatsFile(store.context)
+stats.add(requests=100)
+assert stats.flush()
+if not (pid := os.fork()):
+    stats.add(requests=6)
+    assert stats.flush()
+    os._exit(0)
+assert end_of(pid) == 0
+store.close()
+"""
+
+
+def test_a_fork_counts_into_a_file_of_its_own(tmp_path):
+    root = tmp_path / "s"
+    command = [sys.executable, "-W", "error", "-c", PUBLISH + COUNTS, str(root), str(TESTS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    with open_store(root, None) as store:
+        assert read_stats(store.context).total("requests") == 106
