@@ -29,8 +29,8 @@ TITLES = {
 def table(document: dict[str, Any]) -> str:
     """The cases of a demo.json as a Markdown table, with the conditions below."""
     rows = [
-        "| | time to first token | reused tokens | restore | written |",
-        "|---|---|---|---|---|",
+        "| | time to first token | reused tokens | from | restore | written |",
+        "|---|---|---|---|---|---|",
     ]
     for case in document["cases"]:
         restored = case["name"].startswith("restart") and case["restore_ms"]
@@ -38,8 +38,9 @@ def table(document: dict[str, Any]) -> str:
             TITLES[case["name"]],
             f"{case['ttft_s']:.2f} s",
             f"{case['reused_tokens']:,} of {case['prompt_tokens']:,}",
-            f"{case['restore_ms']:.0f} ms" if restored else "",
-            f"{case['written_mib']:.0f} MiB" if case["written_mib"] else "",
+            (case["source"] if case["reused_tokens"] else None) or "–",
+            f"{case['restore_ms']:.0f} ms" if restored else "–",
+            f"{case['written_mib']:.0f} MiB" if case["written_mib"] else "–",
         )
         rows.append(f"| {' | '.join(cells)} |")
     conditions = document["conditions"]

@@ -139,6 +139,7 @@ def _case_document(case: Case) -> dict[str, Any]:
         "wall_s": case.middle(lambda run: run.wall_s),
         "prompt_tokens": case.prompt_tokens,
         "reused_tokens": case.reused_tokens,
+        "source": case.runs[-1].source,
         "restore_ms": case.middle(lambda run: run.restore_ms),
         "written_mib": case.middle(lambda run: run.written_mib),
         "peak_memory_mib": case.middle(lambda run: run.peak_memory_mib),
