@@ -38,9 +38,9 @@ def table(document: dict[str, Any]) -> str:
             TITLES[case["name"]],
             f"{case['ttft_s']:.2f} s",
             f"{case['reused_tokens']:,} of {case['prompt_tokens']:,}",
-            (case["source"] if case["reused_tokens"] else None) or "–",
-            f"{case['restore_ms']:.0f} ms" if restored else "–",
-            f"{case['written_mib']:.0f} MiB" if case["written_mib"] else "–",
+            (case["source"] if case["reused_tokens"] else None) or "-",
+            f"{case['restore_ms']:.0f} ms" if restored else "-",
+            f"{case['written_mib']:.0f} MiB" if case["written_mib"] else "-",
         )
         rows.append(f"| {' | '.join(cells)} |")
     conditions = document["conditions"]
