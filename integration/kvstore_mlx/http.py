@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from typing import Any, TypeAlias
 
@@ -39,10 +40,12 @@ class _Reporting(BaseHTTPRequestHandler):
     stream_options: Any
 
     def do_GET(self) -> None:
-        if self.path.partition("?")[0] == "/metrics":
-            self._metrics()
-        else:
-            self._above().do_GET()
+        # Whoever looks often does not always wait for the answer; the server would print a traceback each time.
+        with suppress(ConnectionError):
+            if self.path.partition("?")[0] == "/metrics":
+                self._metrics()
+            else:
+                self._above().do_GET()
 
     def _metrics(self) -> None:
         try:

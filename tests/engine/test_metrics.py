@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import sys
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler
 from itertools import count, pairwise
 from types import SimpleNamespace
 
@@ -20,6 +23,7 @@ from kvstore import KVStoreError, NamespaceInfo
 from kvstore.stats import read_stats
 from kvstore_mlx.boundaries import Saving
 from kvstore_mlx.housekeeping import Housekeeping, Refusal
+from kvstore_mlx.http import reporting_handler
 from kvstore_mlx.metrics import BUCKETS, Fetched, Histogram, Metrics, Served
 from kvstore_mlx.tier import TieredPromptCache
 
@@ -194,6 +198,30 @@ def test_without_the_package_there_is_one_sentence(metrics, monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
     with pytest.raises(KVStoreError, match="pip install prometheus-client"):
         metrics.exposition("", {})
+
+
+class _Gone(io.BytesIO):
+    """The client's end when it is closed already."""
+
+    def write(self, _data) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/health"])
+def test_whoever_leaves_before_the_answer_is_no_error(metrics, path):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.handle_health_check()
+
+        def _set_completion_headers(self, status: int) -> None:
+            self.send_response(status)
+
+    made = reporting_handler(Handler, metrics, lambda: {"on": True}, dict, report=False)
+    handler = made.__new__(made)
+    handler.response_generator = SimpleNamespace(is_healthy=True)
+    handler.path, handler.headers, handler.requestline, handler.request_version = path, {}, "", "HTTP/1.1"
+    handler.client_address, handler.wfile = ("127.0.0.1", 1), _Gone()
+    handler.do_GET()
 
 
 # A server.

@@ -12,7 +12,6 @@ import threading
 import time
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import xxhash
@@ -318,8 +317,12 @@ def two_blocks(tmp_path, monkeypatch):
     space = open_store(tmp_path / "cache", interval=64).namespace(NamespaceInfo({"model": "x"}))
     space.publish(TOKENS, spans(TOKENS, 0, 20, 40))
     match, closed = space.lookup(TOKENS), []
-    own = SimpleNamespace(**{**vars(os), "close": lambda fd: (closed.append(fd), os.close(fd))})
-    monkeypatch.setattr("kvstore.restore.os", own)
+
+    def close(fd: int) -> None:
+        closed.append(fd)
+        os.close(fd)
+
+    monkeypatch.setattr("kvstore.restore.close_read", close)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield space, match, closed
     signal.signal(signal.SIGINT, before)
