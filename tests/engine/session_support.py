@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import generate_step
 
+import kvstore_mlx
 from families import build
 from family_arguments import VOCABULARY
 from kvstore import Durability
@@ -20,6 +21,8 @@ from kvstore_mlx.opening import open_session
 from kvstore_mlx.session import Session
 
 INTERVAL = 64
+
+PROMPT = "explain why a cache must never lie. " * 12
 
 
 @cache
@@ -33,6 +36,16 @@ def session_of(directory: Path | None, family: str, **more: Any) -> Session:
     settings = {"interval": INTERVAL, "prefill_step": INTERVAL, "durability": Durability.NONE, "min_tokens": MIN_TOKENS}
     settings |= more
     return open_session(directory, model_of(family), identity={"family": family}, **settings)
+
+
+def opener(loaded: tuple[Any, Any], model: Path, folder: Path, **settings: Any) -> Callable[..., Session]:
+    """What opens sessions of a loaded model as users do, on one directory; more settings come before these."""
+
+    def start(**more: Any) -> Session:
+        every = {"min_tokens": MIN_TOKENS, **settings, **more}
+        return kvstore_mlx.open(folder / "cache", *loaded, path=str(model), **every)
+
+    return start
 
 
 def prompt_of(count: int, seed: int = 0) -> list[int]:

@@ -12,16 +12,13 @@ import pytest
 from mlx_lm import load, stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
-from session_support import decode, forwarded, prompt_of, session_of
+from session_support import PROMPT, decode, forwarded, opener, prompt_of, session_of
 
 import kvstore
 import kvstore_mlx
 from kvstore.store import Namespace
-from kvstore_mlx.boundaries import MIN_TOKENS
 from kvstore_mlx.live import Extras
 from kvstore_mlx.restoring import Restored
-
-PROMPT = "explain why a cache must never lie. " * 12
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +28,7 @@ def loaded(tiny_llama):
 
 @pytest.fixture
 def opened(loaded, tiny_llama, tmp_path):
-    def start(**more):
-        settings = {"interval": 128, "min_tokens": MIN_TOKENS, **more}
-        return kvstore_mlx.open(tmp_path / "cache", *loaded, path=str(tiny_llama), **settings)
-
-    return start
+    return opener(loaded, tiny_llama, tmp_path, interval=128)
 
 
 class Counting:

@@ -6,14 +6,11 @@ import asyncio
 
 import pytest
 from mlx_lm import load
+from session_support import PROMPT, opener
 
-import kvstore_mlx
-from kvstore_mlx.boundaries import MIN_TOKENS
 from kvstore_mlx.live import Extras
 from kvstore_mlx.recording import Recording
 from kvstore_mlx.writer import Writer
-
-PROMPT = "explain why a cache must never lie. " * 12
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +20,7 @@ def loaded(tiny_llama):
 
 @pytest.fixture
 def opened(loaded, tiny_llama, tmp_path):
-    def start(**more):
-        settings = {"interval": 4096, "min_tokens": MIN_TOKENS, **more}
-        return kvstore_mlx.open(tmp_path / "cache", *loaded, path=str(tiny_llama), **settings)
-
-    return start
+    return opener(loaded, tiny_llama, tmp_path, interval=4096)
 
 
 @pytest.fixture
