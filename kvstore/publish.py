@@ -22,7 +22,7 @@ from kvstore.errors import DamagedBlockError, MissingParentError, PublishError
 from kvstore.keys import TOKEN_BYTES, node_key
 from kvstore.lookup import Chunk, chunks, common_tokens, load_manifest
 from kvstore.manifest import BlockRef
-from kvstore.states import State, state_parts
+from kvstore.states import State, digest_of_file, state_parts
 
 __all__ = ["Published", "publish", "publish_state"]
 
@@ -111,12 +111,11 @@ def _check_tensors(space: Space, span: Span, before: tuple[BlockRef, ...] | None
     """A restore has one set of buffers for the whole prompt, and ends before a block with other tensors.
 
     known: the span before, if it was just written; otherwise the header of its block, the last of those before, is
-    read. One that cannot be read is left to the restore.
+    read.
     """
     if not before or not span.specs:
         return
-    specs = _specs_of(space.context, before[-1]) if known is None else known.specs
-    if specs is not None and _layout(specs) != _layout(span.specs):
+    if _layout(known.specs) != _layout(span.specs) if known else _holds_others(space.context, before[-1], span.specs):
         raise PublishError(f"tokens {span.first} to {span.end} have other tensors than those before them")
 
 
@@ -124,12 +123,16 @@ def _layout(specs: Sequence[TensorSpec]) -> list[tuple[str | int, ...]]:
     return [(spec.name, spec.dtype, spec.outer, *spec.inner) for spec in specs]
 
 
-def _specs_of(context: Context, ref: BlockRef) -> tuple[TensorSpec, ...] | None:
+def _holds_others(context: Context, ref: BlockRef, specs: Sequence[TensorSpec]) -> bool:
+    """Whether a block has other tensors than these. One that cannot be read is left to the restore. So is a damaged
+    one, as a flipped bit in a name must not refuse what is right: it is read whole before anything is refused.
+    """
     try:
         with context.fs.open_read(context.layout.block(ref.digest)) as (fd, _):
-            return read_specs(os.pread(fd, min(ref.payload, MAX_HEADER_BYTES), 0), ref)
-    except (OSError, DamagedBlockError):
-        return None
+            found = read_specs(os.pread(fd, min(ref.payload, MAX_HEADER_BYTES), 0), ref)
+            return _layout(found) != _layout(specs) and digest_of_file(fd, ref.size) == ref.digest
+    except (OSError, EOFError, DamagedBlockError):
+        return False
 
 
 def _blocks_of(space: Space, chunk: Chunk) -> tuple[BlockRef, ...] | None:

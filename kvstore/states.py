@@ -33,6 +33,7 @@ __all__ = [
     "Scalar",
     "State",
     "StateTensor",
+    "digest_of_file",
     "parse_state_header",
     "read_state",
     "state_parts",
@@ -194,7 +195,7 @@ def _read(context: Context, ref: BlockRef, allocate: AllocateState) -> dict[str,
         tensors, values = parse_state_header(head, ref)
         # An honest header is no proof that there is what it describes, and the engine has only the header to go by.
         # Files without holes cost their maker what they cost here; the others are looked at before memory is asked for.
-        if _UNSEEN < status.st_size > allocated_bytes(status) and _digest(fd, status.st_size) != ref.digest:
+        if _UNSEEN < status.st_size > allocated_bytes(status) and digest_of_file(fd, status.st_size) != ref.digest:
             raise DamagedBlockError("digest does not match its bytes")
         memory = allocate(tensors)
         runs = [memoryview(memory[tensor.name]).cast("B") for tensor in tensors if tensor.nbytes]
@@ -220,8 +221,8 @@ def _fill(fd: int, offset: int, runs: Iterable[memoryview], state: xxhash.xxh3_1
     return state.digest()
 
 
-def _digest(fd: int, size: int) -> bytes:
-    """XXH3-128 of a file, through little memory."""
+def digest_of_file(fd: int, size: int) -> bytes:
+    """XXH3-128 of a file's first size bytes, through little memory. Raises EOFError when it is shorter."""
     buffer = memoryview(bytearray(_PIECE))
     return _fill(fd, 0, (buffer[: size - at] for at in range(0, size, _PIECE)), xxhash.xxh3_128())
 

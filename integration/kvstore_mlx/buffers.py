@@ -8,14 +8,14 @@ runs on the generation thread, because lazy arrays cannot be evaluated on anothe
 from __future__ import annotations
 
 import math
-from functools import cache
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from kvstore.blocks import DTYPE_BYTES, PAGE
-from kvstore_mlx.inplace import Shapes, address_of, hollow, view_of
+from kvstore_mlx.inplace import hollow, view_of
 from kvstore_mlx.pool import Loan
 from kvstore_mlx.selfcheck import answer
 
@@ -49,7 +49,7 @@ _PLUS_INFINITY = {"F32": (4, 0x7F800000), "F16": (2, 0x7C00), "BF16": (2, 0x7F80
 _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
-def empty(shapes: Shapes) -> dict[str, Any]:
+def empty(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Any]:
     """Evaluated arrays of these safetensors dtypes and shapes with undefined contents; see inplace.hollow."""
     if answer().in_place:
         return hollow(shapes)
@@ -64,7 +64,7 @@ class Filling:
     memory that they are made of afterwards.
     """
 
-    def __init__(self, shapes: Shapes) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
         self._shapes = dict(shapes)
         self._arrays: dict[str, Any] = {}
         self._copies: dict[str, np.ndarray[Any, Any]] = {}
@@ -76,7 +76,7 @@ class Filling:
         model in 31 ms instead of 25), because MLX's threads and the readers wait for each other's lock and cores.
         """
         if answer().in_place:
-            self._arrays = hollow(self._shapes, address_phase() if answer().donates else None)
+            self._arrays = hollow(self._shapes)
             return {name: view for name, array in self._arrays.items() if (view := view_of(array)) is not None}
         for name, (dtype, shape) in self._shapes.items():
             self._copies[name] = np.empty(math.prod(shape) * DTYPE_BYTES[dtype], np.uint8)
@@ -181,9 +181,7 @@ def address_phase() -> int:
     allocator's habit (glibc's malloc takes new pages for each large buffer), not a promise: a wrong value costs speed
     only.
     """
-    return _new_buffers_phase() if answer().in_place else 0
-
-
-@cache
-def _new_buffers_phase() -> int:
-    return address_of(hollow({"probe": ("U8", (1, 1, _PROBE_BYTES, 1))})["probe"]) % PAGE
+    if not answer().in_place:
+        return 0
+    array = hollow({"probe": ("U8", (1, 1, _PROBE_BYTES, 1))})["probe"]
+    return int(np.frombuffer(memoryview(array).cast("B"), dtype=np.uint8).ctypes.data) % PAGE

@@ -11,14 +11,13 @@ import io
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
-from kvstore.blocks import DTYPE_BYTES, PAGE
+from kvstore.blocks import DTYPE_BYTES
 
-__all__ = ["Shapes", "address_of", "hollow", "view_of"]
+__all__ = ["hollow", "view_of"]
 
 
 class _NoRead(io.RawIOBase):
@@ -51,52 +50,11 @@ class _NoRead(io.RawIOBase):
         return view.nbytes
 
 
-_LARGE = 1 << 17
-"""Bytes of an array from which on it matters where in a page it begins."""
-
-Shapes: TypeAlias = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Arrays by name: safetensors dtype and shape."""
-
-
-def hollow(shapes: Shapes, phase: int | None = None) -> dict[str, Any]:
+def hollow(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Any]:
     """Evaluated arrays of these safetensors dtypes and shapes with undefined contents.
 
     mx.zeros would touch every page that the restore is about to fill: 1,230 ms against 10 ms for 576 MiB here.
-
-    phase: the address within a page at which large arrays are to begin, so that what is read into them from the same
-    place of a file is copied at full speed. A new buffer lies there by itself (kvstore_mlx.buffers measures where that
-    is), one that the allocator hands out again does not: of a chunk's 72 arrays half, which took twice as long to fill.
-    Such an array is a part of a buffer that is a page longer, and all that is left of it.
     """
-    if phase is None:
-        return _allocated(shapes)
-    rooms = {name: _with_room(dtype, shape) for name, (dtype, shape) in shapes.items()}
-    arrays = _allocated(rooms)
-    for name, (dtype, shape) in shapes.items():
-        if rooms[name][1] != shape:
-            arrays[name] = _part(arrays[name], shape, phase, DTYPE_BYTES[dtype])
-    mx.eval(list(arrays.values()))
-    return {name: arrays[name] for name in shapes}
-
-
-def _with_room(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    size, count = DTYPE_BYTES[dtype], math.prod(shape)
-    return (dtype, (count + PAGE // size,)) if count * size >= _LARGE else (dtype, shape)
-
-
-def _part(buffer: Any, shape: tuple[int, ...], phase: int, size: int) -> Any:
-    """Items of a buffer from a place in a page on, contiguous; from its beginning, where no item begins there."""
-    offset = (phase - address_of(buffer)) % PAGE
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    return mx.as_strided(buffer, shape, strides, 0 if offset % size else offset // size)
-
-
-def address_of(array: Any) -> int:
-    """Where the memory of an evaluated, contiguous array begins."""
-    return int(np.frombuffer(memoryview(array).cast("B"), np.uint8).ctypes.data)
-
-
-def _allocated(shapes: Shapes) -> dict[str, Any]:
     tensors = {}
     at = 0
     for name, (dtype, shape) in shapes.items():

@@ -115,7 +115,7 @@ class Recording:
 
     def hold(self) -> None:
         """Until release, what is saved is copied as ever and queued only then, so that the writer's thread goes on
-        sleeping. One that is at work, or a queue that might not have room then, is not waited for.
+        sleeping. One that is at work is not waited for.
         """
         self._holding = not self._writer.queued
 
@@ -126,8 +126,9 @@ class Recording:
             while self._waiting:
                 job = self._waiting.pop(0)
                 # What follows a hole would be refused.
-                if self._failed or not self._writer.offer(job):
+                if self._failed:
                     job.give_back()
+                elif not self._writer.offer(job, held=True):
                     self._on_failure()
 
     def wants(self, done: int) -> bool:
@@ -180,7 +181,7 @@ class Recording:
         end = min(live.count, len(self._tokens))
         if form not in self._saved or (self._prefill_only and end > self._prompt_end):
             return
-        if (form.stateful or logits is not None) and end == live.count and end > self._known:
+        if (form.stateful or logits is not None) and end == live.count and end > self._known and not self._failed:
             decode = self._decoded or end > self._prompt_end
             self._held[end] = form, self._state(live, decode=decode, logits=logits)
         self._save(form, live, end)
@@ -193,6 +194,8 @@ class Recording:
         """Queue tokens up to end that are not saved yet, and states; a full queue leaves them for the next time."""
         states = {at: state for at, (of, state) in self._held.items() if of is form and MIN_TOKENS <= at <= end}
         first = self._saved.get(form)
+        if self._failed:
+            self._let_go()
         if first is None or self._failed or end < MIN_TOKENS or (end <= first and not states):
             return
         if form.most is not None and live.count > form.most:

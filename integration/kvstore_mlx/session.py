@@ -42,6 +42,9 @@ from kvstore_mlx.writer import Writer
 
 __all__ = ["Session"]
 
+_MISTAKES = (ValueError, TypeError, AttributeError)
+"""What wrong arguments of a caller's own loop end in."""
+
 
 class Session:
     """One model and one cache directory. Made by kvstore_mlx.open."""
@@ -160,7 +163,11 @@ class Session:
             if hold:
                 ended.hold()
                 self._held.add(ended)
-            self._save(run, lambda: ended.finished(caches, len(tokens), tokens, logits=run.logits))
+            try:
+                self._save(run, lambda: ended.finished(caches, len(tokens), tokens, logits=run.logits))
+            except BaseException:
+                self._let_go(ended)
+                raise
         return run
 
     def _begun(self, tokens: list[int], saved: Mapping[Form, int], known: int, ends: Sequence[int]) -> Recording | None:
@@ -219,7 +226,7 @@ class Session:
     def finish(self, run: Run, tokens: Sequence[int]) -> None:
         """Save what was generated. tokens are the prompt and all tokens that were forwarded after it."""
         with self._turns.taken:
-            self._finish(run, tokens, (ValueError,))
+            self._finish(run, tokens, _MISTAKES)
 
     def _finish(self, run: Run, tokens: Sequence[int], mistakes: tuple[type[Exception], ...] = ()) -> None:
         recording = run.recording
@@ -247,7 +254,7 @@ class Session:
                 recording.finished(caches, len(held), held, logits=logits)
 
         with self._turns.taken:
-            self._guard.done(publish, (ValueError,))
+            self._guard.done(publish, _MISTAKES)
 
     def stream_generate(
         self,
@@ -318,6 +325,8 @@ class Session:
             for response in responses if self._metrics is None else self._metrics.watched(Served(), responses):
                 # Another thread may look at it, and could not compute it.
                 mx.eval(response.logprobs)
+                if response.finish_reason is not None:
+                    self._let_go(run.recording)
                 yield response
                 self._let_go(run.recording)
         finally:

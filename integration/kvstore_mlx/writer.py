@@ -206,13 +206,15 @@ class Writer:
         """Memory to copy a span into, which goes into its job; None when the queue is full. Never waits."""
         return self._pool.lend(size)
 
-    def offer(self, job: Job) -> bool:
+    def offer(self, job: Job, *, held: bool = False) -> bool:
         """Queue a job without waiting; False when the queue is full (an empty queue takes a job of any size).
 
-        What a refused job was lent is given back.
+        What a refused job was lent is given back. held: it was copied while the queue was empty, and is not refused for
+        what came since.
         """
         with self._changed:
-            taken = not self._closing and (not self._queued or self._queued + job.size <= self._max_queued)
+            room = held or not self._queued or self._queued + job.size <= self._max_queued
+            taken = room and not self._closing
             if taken:
                 self._queue.append(job)
                 self._queued += job.size

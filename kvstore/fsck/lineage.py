@@ -13,11 +13,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from kvstore.fsck.findings import Problem, Seen
 from kvstore.fsck.judging import Judge
 from kvstore.fsck.tree import Misfits, entries, folders
-from kvstore.fsck.values import Node, seen_of
+from kvstore.fsck.values import UNLIKE, Node, seen_of
 from kvstore.keys import Key
 from kvstore.layout import NAME_KEY_BYTES, Layout, NodeName
 
@@ -30,9 +31,16 @@ _PARENT_HEX = 2 * NAME_KEY_BYTES
 
 _BARE = "It has no blocks, unlike others of its prompt, so a restore ends before it."
 
-_UNLIKE = "Its blocks hold other tensors than the prefix that it continues, so a restore ends before it."
+_UNLIKE = (
+    "Its blocks hold other tensors than the prefix that it continues, so a restore ends before it; `--read-data` tells "
+    "whether a block is damaged."
+)
+_MIXED = (
+    "Its blocks do not all hold the same tensors, so a restore ends among them; `--read-data` tells whether one is "
+    "damaged."
+)
 
-_CODES = {_BARE: "manifest-bare", _UNLIKE: "manifest-tensors"}
+_CODES = {_BARE: "manifest-bare", _UNLIKE: "manifest-tensors", _MIXED: "manifest-tensors"}
 
 
 def judge_lineage(judge: Judge, nodes: list[Node]) -> None:
@@ -76,6 +84,8 @@ class _Lineage:
             return None if kv.first == node.first else "It begins at another token than the KV that it belongs to."
         if node.key in self._above_blocks:
             return _BARE
+        if node.tensors == UNLIKE:
+            return _MIXED
         return None if node.first == 0 else self._trouble_above(node)
 
     def _trouble_above(self, node: Node) -> str | None:
@@ -116,7 +126,9 @@ class _Lineage:
         if trouble:
             self._spared.add(_hex(node.key))
             code = _CODES.get(trouble, "manifest-parent")
-            self._judge.problems.append(Problem("error", code, path, trouble, "damaged", seen))
+            # A flipped bit in the header of either's block looks the same, and then that block is what is damaged.
+            action: Literal["none", "damaged"] = "none" if code == "manifest-tensors" else "damaged"
+            self._judge.problems.append(Problem("error", code, path, trouble, action, seen))
         elif lacks in self._spared or self._judge.young(seen):
             self._spared.add(_hex(node.key))
             self._judge.unreachable(path)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from kvstore.errors import DamagedBlockError, DamagedManifestError
 from kvstore.fsck.data import Headers
 from kvstore.fsck.tree import WIDE, Folder
-from kvstore.fsck.values import Fault, Inspected, Node, Reader, is_future, newer, seen_of, unopened
+from kvstore.fsck.values import UNLIKE, Fault, Inspected, Node, Reader, is_future, newer, seen_of, unopened
 from kvstore.keys import TOKEN_BYTES, root_key
 from kvstore.layout import NAME_KEY_BYTES
 from kvstore.manifest import MAGIC, MAX_MANIFEST_BYTES, BlockRef, Manifest, decode
@@ -141,9 +141,7 @@ def inspect_node(reader: Reader, namespace: str, file: str, headers: Headers | N
         except (OSError, DamagedBlockError) as error:
             wrong.append((ref, str(error)))
         else:
-            if tensors and found != tensors:
-                return Inspected(seen, mode, Fault("manifest-tensors", "Its blocks do not all hold the same tensors."))
-            tensors = found
+            tensors = found if tensors in {b"", found} else UNLIKE
     digests = b"".join([ref.digest for ref in manifest.blocks])
     node = Node(namespace, file, manifest.first, manifest.parent, manifest.key, digests, tensors)
     return Inspected(seen, mode, None, node, manifest.blocks, tuple(missing), tuple(wrong))

@@ -44,6 +44,10 @@ class Reader:
         return f"{self.blocks}/{name[:2]}/{name}"
 
 
+UNLIKE = b"unlike"
+"""In place of a hash: the blocks of a node do not all hold the same tensors."""
+
+
 class Node(NamedTuple):
     """A manifest that is whole. digests: of its blocks, joined: a million of these have to fit.
 

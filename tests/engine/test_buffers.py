@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -11,13 +9,10 @@ from cache_support import attention_plan
 from mlx_lm.models.cache import KVCache
 
 from kvstore.blocks import TensorSpec
-from kvstore_mlx import buffers
-from kvstore_mlx.buffers import Filling, address_phase, copy_rows, copy_whole, empty, has_non_finite
-from kvstore_mlx.inplace import address_of, hollow, view_of
+from kvstore_mlx.buffers import address_phase, copy_rows, copy_whole, empty, has_non_finite
 from kvstore_mlx.live import Live
 from kvstore_mlx.plan import _part as part_of
 from kvstore_mlx.restoring import Restoring
-from kvstore_mlx.selfcheck import Answer
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 
@@ -188,70 +183,3 @@ def test_what_a_block_cannot_hold_is_refused():
 
 def test_the_phase_is_an_address_within_a_page():
     assert 0 <= address_phase() < 4096
-
-
-LARGE = {
-    "bf16": ("BF16", (1, 4, 300, 128)),
-    "u32": ("U32", (1, 4, 300, 64)),
-    "u8": ("U8", (1, 2, 100, 1000)),
-    "i64": ("I64", (1, 1, 20_000, 1)),
-}
-
-
-@pytest.mark.parametrize("phase", [24, 2056, 4088])
-def test_large_arrays_begin_where_they_are_told_to(phase):
-    """Also those whose memory was used before, which lie anywhere."""
-    shapes = LARGE | {"small": ("F32", (1, 2, 3, 4)), "none": ("F32", (1, 2, 0, 4))}
-    for _ in range(3):
-        arrays = hollow(shapes, phase)
-        assert list(arrays) == list(shapes)
-        assert {address_of(arrays[name]) % 4096 for name in LARGE} == {phase}
-        for name, (dtype, shape) in shapes.items():
-            assert (buffers.DTYPES[arrays[name].dtype], arrays[name].shape) == (dtype, shape)
-        views = {name: view_of(arrays[name]) for name in LARGE}
-        for number, view in enumerate(views.values()):
-            view[:] = bytes([number + 1]) * view.nbytes
-        for number, name in enumerate(LARGE):
-            assert bytes(copy_whole(arrays[name])) == bytes([number + 1]) * arrays[name].nbytes
-
-
-def test_where_no_item_begins_an_array_begins_with_its_memory():
-    (array,) = hollow({"a": ("U32", (1, 1, 50_000, 1))}, 4095).values()
-    view_of(array)[:] = bytes(array.nbytes)
-    assert not mx.any(array).item()
-
-
-def test_an_array_that_was_told_where_to_begin_is_updated_in_place():
-    """A cache that had to be copied for each token would stall the engine."""
-    cache = KVCache()
-    kept = [np.arange(4 * 256 * 128, dtype=np.float32).reshape(1, 4, 256, 128) + number for number in (0, 1)]
-    cache.keys, cache.values = hollow({"k": ("F32", (1, 4, 256, 128)), "v": ("F32", (1, 4, 256, 128))}, 2056).values()
-    for array, data in zip((cache.keys, cache.values), kept, strict=True):
-        view_of(array)[:] = data.tobytes()
-    cache.offset = 200
-    before = address_of(cache.keys), address_of(cache.values)
-    for token in range(3):
-        rows = mx.full((1, 4, 1, 128), -token - 1.0)
-        keys, values = cache.update_and_fetch(rows, rows)
-        mx.eval(keys, values)
-        del keys, values
-    assert (address_of(cache.keys), address_of(cache.values)) == before
-    for array, data in zip((cache.keys, cache.values), kept, strict=True):
-        data[:, :, 200:203] = np.array([-1.0, -2.0, -3.0])[None, None, :, None]
-        assert np.array_equal(np.array(array), data)
-    again = copy.deepcopy(cache.keys)
-    cache.keys[..., :1, :] = mx.zeros((1, 4, 1, 128))
-    mx.eval(cache.keys)
-    assert np.array_equal(np.array(again), kept[0])
-
-
-def test_a_restore_asks_for_arrays_that_begin_where_the_payload_does(monkeypatch):
-    filling = Filling(LARGE)
-    assert set(filling.memory()) == set(LARGE)
-    assert {address_of(array) % 4096 for array in filling.arrays().values()} == {address_phase()}
-    # Where an array that lies within a buffer would be copied by each update, it is one of its own.
-    asked = []
-    monkeypatch.setattr(buffers, "answer", lambda: Answer(in_place=True, donates=False))
-    monkeypatch.setattr(buffers, "hollow", lambda shapes, phase=None: asked.append(phase) or hollow(shapes, phase))
-    Filling(LARGE).memory()
-    assert asked == [None]

@@ -82,7 +82,7 @@ def test_an_update_that_goes_wrong_is_found_out(monkeypatch):
 def test_updates_that_are_not_in_place_are_noticed(monkeypatch):
     """Such a machine is slow and right: memory is still used in place."""
     addresses = iter(range(100))
-    monkeypatch.setattr(selfcheck, "address_of", lambda array: next(addresses))
+    monkeypatch.setattr(selfcheck, "_address", lambda array: next(addresses))
     found = selfcheck.check()
     assert (found.in_place, found.donates) == (True, False)
 

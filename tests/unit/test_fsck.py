@@ -365,8 +365,8 @@ CASES = {
     "state with two blocks": Case("manifest-damaged", two_states),
     "state of another prefix": Case("manifest-damaged", state_of_another),
     "state of another place": Case("manifest-parent", state_elsewhere),
-    "child of other tensors": Case("manifest-tensors", child_of_other_tensors),
-    "blocks of other tensors": Case("manifest-tensors", blocks_of_other_tensors),
+    "child of other tensors": Case("manifest-tensors", child_of_other_tensors, left=True),
+    "blocks of other tensors": Case("manifest-tensors", blocks_of_other_tensors, left=True),
     "manifests swapped": Case("manifest-misnamed", lambda root: swapped(node(root, LONG), node(root, OTHER))),
     "manifest with other rungs": Case("manifest-misnamed", other_rungs),
     "manifest in another namespace": Case("manifest-misnamed", other_namespace),
@@ -1147,3 +1147,16 @@ def test_progress_ends_where_it_said_it_would(root):
         assert steps[0] == (0, steps[-1][1])
         assert [done for done, _ in steps] == sorted(done for done, _ in steps)
         assert steps[-1][0] == steps[-1][1] > 0
+
+
+def test_a_flipped_name_of_a_tensor_costs_its_block_and_no_manifest(root):
+    """The header still reads as one of other tensors; whose fault that is, its bytes tell."""
+    path = block(root, node(root, LONG[:16]))
+    path.write_bytes(path.read_bytes().replace(b'"0.keys"', b'"0.kexs"', 1))
+    before = sorted((root / "objects" / "nodes").rglob("*.kv"))
+    report = run(root, repair=True)
+    assert {each.code for each in report.findings if each.severity == "error"} == {"manifest-tensors"}
+    assert report.exit_code == ExitCode.LEFT
+    assert sorted((root / "objects" / "nodes").rglob("*.kv")) == before
+    report = run(root, read_data=True)
+    assert "block-damaged" in {each.code for each in report.findings}

@@ -588,3 +588,14 @@ def test_a_state_of_nothing_is_refused_and_counted(store, space):
     assert store.counters.failed_publishes == 1
     with pytest.raises(PublishError, match="nothing to publish"):
         space.standing([])
+
+
+def test_a_flipped_bit_in_the_name_of_a_tensor_refuses_nothing(tmp_path, space):
+    """It is damage, which the next restore finds and the next publish heals; the tensors that come are right."""
+    space.publish(TOKENS[:12], [span(TOKENS, 0, 12)])
+    (block,) = (tmp_path / "cache" / "objects" / "blocks").rglob("*/*")
+    block.write_bytes(block.read_bytes().replace(b'"0.keys"', b'"0.kexs"', 1))
+    assert space.publish(TOKENS[:14], [span(TOKENS, 12, 14)]).nodes == 1
+    assert restore(space, TOKENS[:14]).tokens == 0
+    assert space.publish(TOKENS[:14], [span(TOKENS, 0, 14)]).nodes == 1
+    assert restore(space, TOKENS[:14]).tokens == 14
