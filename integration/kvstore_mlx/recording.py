@@ -196,7 +196,8 @@ class Recording:
         first = self._saved.get(form)
         if self._failed:
             self._let_go()
-        if first is None or self._failed or end < MIN_TOKENS or (end <= first and not states):
+            return
+        if first is None or end < MIN_TOKENS or (end <= first and not states):
             return
         if form.most is not None and live.count > form.most:
             return
