@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from engine_support import Server
+from mlx_lm import load
 from recording_support import INTERVAL, fake_plan
 
 from kvstore import NamespaceInfo, Store
@@ -44,3 +45,9 @@ def writer(store):
     made = Writer(Housekeeping(store, 1 << 30))
     yield made
     made.close(10)
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_llama):
+    """The model and the tokenizer, as a program has them."""
+    return load(str(tiny_llama))

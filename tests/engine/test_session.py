@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from mlx_lm import load, stream_generate
+from mlx_lm import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from session_support import PROMPT, decode, forwarded, opener, prompt_of, session_of
@@ -19,11 +19,6 @@ import kvstore_mlx
 from kvstore.store import Namespace
 from kvstore_mlx.live import Extras
 from kvstore_mlx.restoring import Restored
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny_llama):
-    return load(str(tiny_llama))
 
 
 @pytest.fixture

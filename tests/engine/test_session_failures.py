@@ -6,28 +6,20 @@ import logging
 
 import mlx.core as mx
 import pytest
-from mlx_lm import load, stream_generate
+from mlx_lm import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
+from session_support import PROMPT, opener
 
-import kvstore_mlx
 from kvstore.errors import TokenError
 from kvstore.store import Namespace
 from kvstore_mlx import fetching
-from kvstore_mlx.boundaries import MIN_TOKENS
 from kvstore_mlx.gate import Gate
 from kvstore_mlx.guard import Guard
 from kvstore_mlx.live import Extras
 from kvstore_mlx.metrics import Metrics
 from kvstore_mlx.recording import Recording
 
-PROMPT = "explain why a cache must never lie. " * 12
-
 ERRORS = [ValueError("no such layer"), MemoryError(), RuntimeError("a bug"), OSError(24, "too many files")]
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny_llama):
-    return load(str(tiny_llama))
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +29,7 @@ def wanted(loaded):
 
 @pytest.fixture
 def opened(loaded, tiny_llama, tmp_path):
-    def start(**more):
-        settings = {"interval": 128, "prefill_step": 128, "min_tokens": MIN_TOKENS, **more}
-        return kvstore_mlx.open(tmp_path / "cache", *loaded, path=str(tiny_llama), **settings)
-
-    return start
+    return opener(loaded, tiny_llama, tmp_path, interval=128, prefill_step=128)
 
 
 def answered(cache, prompt=PROMPT):

@@ -5,17 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from mlx_lm import load
 from session_support import PROMPT, opener
 
 from kvstore_mlx.live import Extras
 from kvstore_mlx.recording import Recording
 from kvstore_mlx.writer import Writer
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny_llama):
-    return load(str(tiny_llama))
 
 
 @pytest.fixture
