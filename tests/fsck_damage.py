@@ -11,17 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from core_support import INFO, SPECS, kv
-from fsck_support import (
-    GROWN,
-    LATER,
-    LONG,
-    OTHER,
-    block,
-    flip,
-    node,
-    refs,
-    rewrite,
-)
+from fsck_support import GROWN, LATER, LONG, OTHER, block, flip, node, refs, rewrite
 from gc_support import DAY, TENANT, state
 
 from kvstore import Span

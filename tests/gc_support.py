@@ -13,6 +13,7 @@ from pathlib import Path
 from core_support import FAST, INFO, SPECS, open_store, prompt, restore, span, spans
 
 from kvstore import FileSystem, Namespace, NamespaceInfo, State, StateTensor, Store
+from kvstore.gc import GcReport, Policy, collect
 from kvstore.keys import block_digest, checksum
 from kvstore.layout import Layout, NodeName
 from kvstore.manifest import decode
@@ -109,3 +110,17 @@ def named(root: Path) -> set[str]:
 def space_of(store: Store, info: NamespaceInfo = INFO) -> Namespace:
     """A namespace of a store."""
     return store.namespace(info)
+
+
+def gc(path: Path, by: int = HOUR, fs: FileSystem = FAST, **policy) -> GcReport:
+    """Collect with a clock that runs ahead."""
+    with ahead(path, by, fs) as later:
+        return collect(later.context, Policy(**policy))
+
+
+def fill(store, conversations=4, tokens=40):
+    space = space_of(store)
+    for seed in range(conversations):
+        publish(space, prompt(tokens, seed))
+        set_used(store, space, prompt(tokens, seed), 1000 - seed)
+    return space

@@ -6,9 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fsck_support import (
-    make,
-)
+from fsck_support import make
 
 
 @pytest.fixture(scope="module")

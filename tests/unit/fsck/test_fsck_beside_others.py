@@ -12,18 +12,7 @@ from pathlib import Path
 
 from core_support import FAST, open_store
 from fsck_damage import tokens_entry, without_parent
-from fsck_support import (
-    LONG,
-    OTHER,
-    block,
-    errors,
-    flip,
-    match_of,
-    node,
-    refs,
-    restored,
-    run,
-)
+from fsck_support import LONG, OTHER, block, errors, flip, match_of, node, refs, restored, run
 from gc_support import prompt, publish, space_of
 
 from kvstore import FileSystem

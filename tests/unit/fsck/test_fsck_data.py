@@ -9,16 +9,7 @@ from pathlib import Path
 import pytest
 from core_support import FAST
 from fsck_damage import future, tokens_entry
-from fsck_support import (
-    GROWN,
-    LONG,
-    OTHER,
-    block,
-    errors,
-    flip,
-    node,
-    run,
-)
+from fsck_support import GROWN, LONG, OTHER, block, errors, flip, node, run
 
 from kvstore import FileSystem
 from kvstore.fsck import ExitCode

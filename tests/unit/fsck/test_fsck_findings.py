@@ -55,18 +55,7 @@ from fsck_damage import (
     without_kv,
     without_parent,
 )
-from fsck_support import (
-    LONG,
-    OTHER,
-    block,
-    codes,
-    make,
-    node,
-    refs,
-    rewrite,
-    run,
-    snapshot,
-)
+from fsck_support import LONG, OTHER, block, codes, make, node, refs, rewrite, run, snapshot
 from gc_support import TENANT, space_of, state
 
 from kvstore import FileSystem, Span

@@ -20,21 +20,7 @@ from fsck_damage import (
     without_kv,
     without_parent,
 )
-from fsck_support import (
-    GROWN,
-    LATER,
-    LONG,
-    OTHER,
-    PROMPTS,
-    block,
-    codes,
-    errors,
-    flip,
-    node,
-    restored,
-    run,
-    snapshot,
-)
+from fsck_support import GROWN, LATER, LONG, OTHER, PROMPTS, block, codes, errors, flip, node, restored, run, snapshot
 from gc_support import DAY, TENANT, publish, space_of
 
 from kvstore import FileSystem, Store

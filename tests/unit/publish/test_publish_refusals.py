@@ -1,0 +1,192 @@
+"""What a publish refuses, and what is saved all the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from core_support import INFO, SPECS, block_files, kv, node_files, open_store, prompt, restore, span, spans
+
+from kvstore import (
+    Durability,
+    FileSystem,
+    KVStoreError,
+    MissingParentError,
+    NamespaceInfo,
+    PublishError,
+    Span,
+    TokenError,
+)
+from kvstore.namespace import read_label
+
+TOKENS = prompt(100)
+
+
+@pytest.mark.parametrize(
+    ("cut", "words"),
+    [
+        ([], "nothing to publish"),
+        ([(0, 17)], "cross a chunk border"),
+        ([(8, 24)], "cross a chunk border"),
+        ([(0, 16), (17, 20)], "does not follow"),
+        ([(0, 16), (15, 20)], "does not follow"),
+        ([(16, 20), (0, 16)], "does not follow"),
+        ([(4, 4)], "does not follow"),
+        ([(-16, 0)], "does not follow"),
+        ([(0, 16), (16, 32), (32, 40)], "only 33 tokens"),
+    ],
+    ids=str,
+)
+def test_spans_that_the_format_cannot_hold_are_refused(tmp_path, store, space, cut, words):
+    given = [Span(first, end - first, SPECS, []) for first, end in cut]
+    with pytest.raises(PublishError, match=words):
+        space.publish(TOKENS[:33], given)
+    assert (node_files(tmp_path / "cache"), block_files(tmp_path / "cache")) == ([], [])
+    assert store.counters.failed_publishes == 1
+
+
+def test_data_that_do_not_fit_are_refused(tmp_path, space):
+    with pytest.raises(PublishError, match="bytes"):
+        space.publish(TOKENS, [Span(0, 5, SPECS, kv(TOKENS, 0, 4))])
+    assert block_files(tmp_path / "cache") == []
+
+
+def test_a_node_whose_tensors_end_in_the_middle_is_refused(space):
+    space.publish(TOKENS, spans(TOKENS, 0, 5))
+    with pytest.raises(PublishError, match="no tensors"):
+        space.publish(TOKENS, [Span(5, 3, (), [])])
+
+
+def test_an_engine_that_keeps_nothing_per_token_has_nodes_without_blocks(tmp_path, space):
+    assert space.publish(TOKENS, [Span(0, 16, (), []), Span(16, 4, (), [])]).nodes == 2
+    assert space.lookup(TOKENS).count == 20
+    assert block_files(tmp_path / "cache") == []
+
+
+def test_an_impossible_token_is_refused_and_counted(store, space):
+    with pytest.raises(TokenError):
+        space.publish([-200] * 16, spans(TOKENS, 0, 16))
+    assert store.counters.failed_publishes == 1
+
+
+@pytest.mark.parametrize("first", [5, 16, 20, 32])
+def test_a_child_is_never_published_without_its_parent(tmp_path, space, first):
+    end = first // 16 * 16 + 16
+    with pytest.raises(MissingParentError, match="publish"):
+        space.publish(TOKENS, [span(TOKENS, first, end)])
+    assert node_files(tmp_path / "cache") == []
+
+
+def test_nodes_before_the_failing_one_stay(tmp_path, space):
+    bad = Span(32, 8, SPECS, [])
+    with pytest.raises(PublishError):
+        space.publish(TOKENS, [*spans(TOKENS, 0, 16, 32), bad])
+    assert restore(space, TOKENS).tokens == 32
+
+
+def test_a_prompt_may_be_longer_than_its_spans(space):
+    space.publish(np.array(TOKENS), spans(TOKENS, 0, 16, 20))
+    assert restore(space, TOKENS).tokens == 20
+
+
+def unlike(first: int, count: int, specs=SPECS[:1]) -> Span:
+    return Span(first, count, tuple(specs), [bytes(spec.span_bytes(count)) for spec in specs])
+
+
+@pytest.mark.parametrize("at", [16, 8], ids=["next chunk", "same chunk"])
+@pytest.mark.parametrize("once", [True, False], ids=["in one publish", "in two"])
+@pytest.mark.parametrize(
+    "specs",
+    [
+        SPECS[:1],
+        SPECS[::-1],
+        (*SPECS[:2], replace(SPECS[2], dtype="I32")),
+        (*SPECS[:2], replace(SPECS[2], outer=2)),
+        (*SPECS[:2], replace(SPECS[2], inner=(4,))),
+        (*SPECS[:2], replace(SPECS[2], name="2.keys")),
+    ],
+)
+def test_a_prompt_is_not_continued_with_other_tensors(space, at, once, specs):
+    """No restore would get past them, and each publish after it would write them again."""
+    before = spans(TOKENS, 0, at)
+    if not once:
+        space.publish(TOKENS, before)
+    with pytest.raises(PublishError, match="other tensors than those before"):
+        space.publish(TOKENS, [*before * once, unlike(at, 4, specs)])
+    assert space.lookup(TOKENS).count == restore(space, TOKENS).tokens == at
+    space.publish(TOKENS, spans(TOKENS, at, 16, 32) if at < 16 else spans(TOKENS, 16, 32))
+    assert restore(space, TOKENS).tokens == 32
+
+
+def test_what_is_saved_already_says_which_tensors_go_on(space):
+    """And not what the same publish offered for it in vain."""
+    space.publish(TOKENS, spans(TOKENS, 0, 16))
+    with pytest.raises(PublishError, match="other tensors"):
+        space.publish(TOKENS, [unlike(0, 16), unlike(16, 4)])
+    assert space.publish(TOKENS, [unlike(0, 16), span(TOKENS, 16, 20)]).end == 20
+    assert restore(space, TOKENS).tokens == 20
+
+
+@dataclass(frozen=True)
+class Opening(FileSystem):
+    """Remembers what was opened to be read."""
+
+    opened: list[Path] = field(default_factory=list)
+
+    def open_fd(self, path):
+        self.opened.append(Path(path))
+        return super().open_fd(path)
+
+
+def test_one_header_is_read_to_go_on_from_what_is_saved(tmp_path):
+    fs = Opening(durability=Durability.NONE)
+    with open_store(tmp_path / "cache", fs=fs) as store:
+        space, tokens = store.namespace(INFO), prompt(96)
+        space.publish(tokens, spans(tokens, 0, 16, 32, 48))
+        blocks = store.context.layout.blocks
+        fs.opened.clear()
+        space.publish(tokens, spans(tokens, 48, 64, 80))
+        assert len([path for path in fs.opened if path.is_relative_to(blocks)]) == 1
+        fs.opened.clear()
+        space.publish(tokens, spans(tokens, 0, 16, 32, 48, 64, 80))
+        assert not [path for path in fs.opened if path.is_relative_to(blocks)]
+
+
+def test_a_block_before_that_cannot_be_read_stops_no_publish(space, tmp_path):
+    space.publish(TOKENS, spans(TOKENS, 0, 16))
+    (block,) = block_files(tmp_path / "cache")
+    block.write_bytes(bytes(block.stat().st_size))
+    assert space.publish(TOKENS, spans(TOKENS, 16, 32)).end == 32
+
+
+def test_blocks_of_other_tensors_end_the_restore_where_they_begin(space, tmp_path):
+    """Two writers at once, or one that does not ask."""
+    space.publish(TOKENS, spans(TOKENS, 0, 16))
+    (block,) = block_files(tmp_path / "cache")
+    hidden = block.rename(tmp_path / "hidden")
+    block.write_bytes(bytes(hidden.stat().st_size))
+    space.publish(TOKENS, [unlike(16, 4)])
+    hidden.rename(block)
+    assert restore(space, TOKENS).tokens == 16
+    # And the right ones take their place.
+    space.publish(TOKENS, spans(TOKENS, 16, 20))
+    assert restore(space, TOKENS).tokens == 20
+
+
+@pytest.mark.parametrize("labelled", ["mod\udc80el", "\ud800"])
+def test_a_label_that_utf8_cannot_hold_is_shown_in_part(tmp_path, labelled):
+    with open_store(tmp_path / "cache") as store:
+        space = store.namespace(replace(INFO, label=labelled))
+        space.publish(TOKENS, spans(TOKENS, 0, 16))
+        assert store.counters.failed_publishes == 0
+        assert restore(space, TOKENS).tokens == 16
+        label = read_label(store.context.fs, store.context.layout, space.id)
+    assert label == labelled.encode(errors="replace").decode()
+
+
+@pytest.mark.parametrize("value", ["\udc80", b"bytes", {1, 2}])
+def test_what_no_fingerprint_can_be_made_of_is_refused_when_the_namespace_is_opened(tmp_path, value):
+    with open_store(tmp_path / "cache") as store, pytest.raises(KVStoreError, match="JSON values that UTF-8 can hold"):
+        store.namespace(NamespaceInfo({"model": value}))
