@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from kvstore import macos
+from kvstore.forks import renew_in_forks
 from kvstore.fs import FileSystem
 from kvstore.keys import Key, root_key
 from kvstore.layout import NAME_KEY_BYTES, Layout
@@ -38,9 +39,12 @@ FUTURE_NS = 3600 * 10**9
 nothing: it is from before the clock was set back."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Counters:
-    """What happened since the directory was opened; every silent fallback of the read and write paths counts here."""
+    """What happened since the directory was opened; every silent fallback of the read and write paths counts here.
+
+    A fork goes on from what its parent had counted.
+    """
 
     lookups: int = 0
     hits: int = 0
@@ -56,8 +60,15 @@ class Counters:
     refused_bytes: int = 0
     collected_nodes: int = 0
     collected_bytes: int = 0
-    _refused: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False, compare=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    _refused: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def __post_init__(self) -> None:
+        renew_in_forks(self)
+
+    def forked(self) -> None:
+        """See kvstore.forks."""
+        self._lock = threading.Lock()
 
     def add(self, **amounts: int) -> None:
         """Add to counters by name."""
@@ -150,17 +161,21 @@ class Staging:
         self._layout = layout
         self._fs = fs
         self._folder: Path | None = None
-        self._pid = 0
         self._next = 0
         self._lock = threading.Lock()
+        renew_in_forks(self)
+
+    def forked(self) -> None:
+        """See kvstore.forks."""
+        self._lock = threading.Lock()
+        self._folder = None
 
     def create(self) -> tuple[int, Path]:
         """A new empty file to write, and its path. A folder that somebody cleaned away is made again."""
         with self._lock:
             self._next += 1
-            if self._folder is None or self._pid != os.getpid():
+            if self._folder is None:
                 me = this_process()
-                self._pid = me.pid
                 # Known before it is made: if that fails halfway (made and not synced), close still removes it.
                 self._folder = self._layout.tmp / f"{me.host}.{me.boot}.{me.pid}.{secrets.token_hex(4)}"
                 self._fs.make_dir(self._folder)
@@ -177,10 +192,10 @@ class Staging:
             self._fs.unlink(path)
 
     def close(self) -> None:
-        """Remove the folder with anything that a failed write left in it, if it is this process's own."""
+        """Remove the folder with anything that a failed write left in it."""
         with self._lock:
             folder, self._folder = self._folder, None
-            if folder is None or self._pid != os.getpid():
+            if folder is None:
                 return
             with suppress(OSError):
                 remove_staged(self._fs, folder)

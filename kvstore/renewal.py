@@ -19,6 +19,7 @@ from typing import TypeAlias
 from kvstore.context import Context
 from kvstore.directory import check_free, complete, fill, interval_of, read_config
 from kvstore.errors import IntervalMismatchError
+from kvstore.forks import renew_in_forks
 
 __all__ = ["Renewal"]
 
@@ -34,6 +35,11 @@ class Renewal:
         self._context = context
         self._volume = context.fs.mount_point(context.layout.root)
         self._known: _Identity | None = None
+        self._lock = threading.Lock()
+        renew_in_forks(self)
+
+    def forked(self) -> None:
+        """See kvstore.forks."""
         self._lock = threading.Lock()
 
     def check(self) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 from kvstore.commit import put_file
 from kvstore.context import Context, Owner, this_process
 from kvstore.errors import KVStoreError
+from kvstore.forks import renew_in_forks
 from kvstore.fs import Durability
 from kvstore.layout import Layout
 from kvstore.locks import gc_lock
@@ -106,13 +107,14 @@ class StatsFile:
         self._durable = context
         # Nothing waits for the disk for the sake of counters; what is written last is made durable.
         self._context = replace(context, fs=replace(context.fs, durability=Durability.NONE))
+        self.forked()
+        renew_in_forks(self)
+
+    def forked(self) -> None:
+        """Begin at zero: as an object that is new, and as one that a fork took along (kvstore.forks)."""
         self._lock = threading.Lock()
         self._writing = threading.Lock()
-        self._begin()
-
-    def _begin(self) -> None:
         me = this_process()
-        self._pid = me.pid
         self._writer = f"{me.host}.{me.boot}.{me.pid}.{secrets.token_hex(4)}"
         self._began = self._context.clock() // 10**9
         self._counts = dict.fromkeys(COUNTERS, 0)
@@ -126,8 +128,6 @@ class StatsFile:
     def add(self, **amounts: int) -> None:
         """Add to counters by name."""
         with self._lock:
-            if self._pid != os.getpid():
-                self._begin()
             for name, amount in amounts.items():
                 self._counts[name] += amount
             self._changed = True
@@ -139,8 +139,6 @@ class StatsFile:
         """
         with self._writing:
             with self._lock:
-                if self._pid != os.getpid():
-                    self._begin()
                 if not self._changed:
                     return True
                 row = Row(self._began, self._context.clock() // 10**9, dict(self._counts))

@@ -115,3 +115,57 @@ def test_a_fork_counts_into_a_file_of_its_own(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     with open_store(root, None) as store:
         assert read_stats(store.context).total("requests") == 106
+
+
+HELD = """
+import signal
+from contextlib import ExitStack
+from kvstore.stats import StatsFile
+
+stats = StatsFile(store.context)
+counters, staging, renewal = store.counters, store.context.staging, store._renewal
+locks = [counters._lock, staging._lock, renewal._lock, stats._lock, stats._writing]
+held, let_go = threading.Event(), threading.Event()
+
+def hold():
+    with ExitStack() as stack:
+        for lock in locks:
+            stack.enter_context(lock)
+        held.set()
+        let_go.wait()
+
+other = threading.Thread(target=hold)
+other.start()
+held.wait()
+if not (pid := os.fork()):
+    signal.alarm(20)
+    (Path(sys.argv[1]) / "CACHEDIR.TAG").unlink()
+    (Path(sys.argv[1]) / "kvstore.json").unlink()
+    publish(1)
+    stats.add(requests=6)
+    assert stats.flush()
+    assert counters.snapshot()["published_nodes"] == 6
+    store.close()
+    stats.close()
+    os._exit(0)
+code = end_of(pid)
+let_go.set()
+other.join()
+assert code == 0, code
+publish(2)
+store.close()
+"""
+
+
+def test_a_fork_does_not_wait_for_threads_that_it_lacks(tmp_path):
+    """Another thread holds all locks of the store at the moment of the fork."""
+    root = tmp_path / "s"
+    warnings = ["-W", "error", "-W", "ignore:This process:DeprecationWarning"]  # that a process with threads forks
+    command = [sys.executable, *warnings, "-c", PUBLISH + HELD, str(root), str(TESTS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert staged(root) == []
+    with open_store(root, None) as store:
+        assert read_stats(store.context).total("requests") == 6
+        for seed in range(3):
+            assert restore(store.namespace(INFO), prompt(40, seed)).tokens == 40
