@@ -56,11 +56,10 @@ class Counters:
     written_bytes: int = 0
     failed_publishes: int = 0
     saved_tokens: int = 0
-    refused_nodes: int = 0
-    refused_bytes: int = 0
+    refused_prompts: int = 0
     collected_nodes: int = 0
     collected_bytes: int = 0
-    _refused: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
+    _refused: dict[str, int] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __post_init__(self) -> None:
@@ -76,16 +75,14 @@ class Counters:
             for name, amount in amounts.items():
                 setattr(self, name, getattr(self, name) + amount)
 
-    def refuse(self, reason: str, size: int) -> None:
-        """Count a node that was not written, for a reason that has its name from whoever refused it."""
+    def refuse(self, reason: str) -> None:
+        """Count a prompt that is not written from some point on. The reason has its name from whoever refused it."""
         with self._lock:
-            self.refused_nodes += 1
-            self.refused_bytes += size
-            nodes, total = self._refused.get(reason, (0, 0))
-            self._refused[reason] = nodes + 1, total + size
+            self.refused_prompts += 1
+            self._refused[reason] = self._refused.get(reason, 0) + 1
 
-    def refused(self) -> dict[str, tuple[int, int]]:
-        """Nodes that were not written and their bytes, by reason."""
+    def refused(self) -> dict[str, int]:
+        """Prompts that were not written from some point on, by reason."""
         with self._lock:
             return dict(self._refused)
 

@@ -16,13 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from kvstore.admission import JUST_USED_NS, Warmth
 from kvstore.context import FUTURE_NS
 from kvstore.directory import unavailable
-from kvstore.errors import KVStoreError
 from kvstore.gc import GcReport, Policy, collect, usage
 from kvstore.interpreter import no_full_search_for_cycles
 from kvstore.keys import TOKEN_BYTES
@@ -34,7 +34,7 @@ from kvstore.store import Namespace, Store
 from kvstore_mlx.seldom import Seldom
 from kvstore_mlx.wear import Alarm, WriteLimit
 
-__all__ = ["Housekeeping", "Refusal"]
+__all__ = ["Fate", "Housekeeping", "Refusal"]
 
 log = logging.getLogger("kvstore")
 
@@ -52,12 +52,39 @@ _SAY_EVERY_S = 600.0
 _WARN_EVERY_S = 60.0
 
 
+_BUSY_NAPS = 20
+_BUSY_NAP_S = 0.05
+"""How long another process's collection is waited for. What cannot be written then is dropped with the rest of its
+prompt, and most collections take less."""
+
+_PATIENT_AFTER_S = 20.0
+"""After a wait for nothing the next ones are dropped at once for so long: the queue must not stand still behind a
+collection of minutes."""
+
+
 class Refusal(Enum):
     """Why something is not written; the text is for the log, the name in small letters for counters."""
 
     FULL = "the budget (--kv-cache-size) is used up by what is in use; not saved"
     WARM = "the directory is full of what is wanted as much"
     LIMIT = "the write limit (--kv-cache-write-limit) is reached"
+    BUSY = "the directory is full, and another process collects just now; not saved"
+    FAILED = "the directory is full, and no room could be made; the log says why; not saved"
+
+    @property
+    def meant(self) -> bool:
+        """Whether it is as it should be; what is not is for a warning."""
+        return self in {Refusal.WARM, Refusal.LIMIT}
+
+
+@dataclass
+class Fate:
+    """What became of one prompt's saving, for all parts of it. refused: it was counted, which it is once. broken: a
+    part was not written, nor would one be that comes after it.
+    """
+
+    refused: bool = False
+    broken: bool = False
 
 
 class Housekeeping:
@@ -81,11 +108,12 @@ class Housekeeping:
         self._left_behind = False
         self._measure_after = _MEASURE_AFTER_BYTES
         self._coldest: int | None = None
-        self._not_before = self._look_after = 0.0
+        self._not_before = self._look_after = self._patient_after = 0.0
+        self._could = True
         self._took = self._rested = 0.0
         self._said = Seldom(_SAY_EVERY_S, monotonic)
         self._warned = Seldom(_WARN_EVERY_S, monotonic)
-        self._refused: dict[Refusal, tuple[int, int]] = {}
+        self._refused: dict[Refusal, int] = {}
         self._lock = threading.Lock()
 
     @property
@@ -104,8 +132,8 @@ class Housekeeping:
         return self._used
 
     @property
-    def refused(self) -> dict[Refusal, tuple[int, int]]:
-        """How often something was not written, and how many bytes that were, since the server started."""
+    def refused(self) -> dict[Refusal, int]:
+        """How many prompts were left unsaved from some point on, since the server started."""
         return dict(self._refused)
 
     def asked(self, namespace: Namespace, match: Match) -> None:
@@ -147,14 +175,16 @@ class Housekeeping:
         if text := self._alarm.wrote(size, counted["restored_bytes"], self._monotonic()):
             log.warning("kvstore: %s", text)
 
-    def make_room(self, size: int, namespace: Namespace, tokens: bytes, ahead: int = 0) -> Refusal | None:
+    def make_room(
+        self, size: int, namespace: Namespace, tokens: bytes, ahead: int = 0, fate: Fate | None = None
+    ) -> Refusal | None:
         """None when size more bytes, for the node at the end of these tokens, may be written; room was made if need be.
 
-        Otherwise why not; it is counted and, but for FULL, logged here. ahead: bytes of what will follow at once and
-        will be as warm, for which room is made in the same collection.
+        Otherwise why not; it is counted and, if it is meant, logged here. ahead: bytes of what will follow at once and
+        will be as warm, for which room is made in the same collection. fate: of the prompt that it is a part of.
         """
         if self._limit is not None and not self._limit.allows(size, self._monotonic()):
-            return self._refuse(Refusal.LIMIT, size)
+            return self._refuse(Refusal.LIMIT, fate)
         if self._store.renew():
             # What was known is about a directory that is not there any more; a full one would refuse this node.
             self._used, self._coldest, self._not_before = None, None, 0.0
@@ -169,13 +199,13 @@ class Housekeeping:
         if self._used + size <= self._budget:
             return None
         refusal = self._replace(size, namespace, tokens, ahead)
-        return None if refusal is None else self._refuse(refusal, size)
+        return None if refusal is None else self._refuse(refusal, fate)
 
-    def refuses(self, size: int, namespace: Namespace, tokens: bytes) -> bool:
+    def refuses(self, size: int, namespace: Namespace, tokens: bytes, fate: Fate | None = None) -> bool:
         """Whether the outlook of a node is a no; counted as a no of make_room is."""
         refusal = self.outlook(size, namespace, tokens)
         if refusal is not None:
-            self._refuse(refusal, size)
+            self._refuse(refusal, fate)
         return refusal is not None
 
     def outlook(self, size: int, namespace: Namespace, tokens: bytes) -> Refusal | None:
@@ -240,7 +270,7 @@ class Housekeeping:
         if coldest is not None and coldest >= limit:
             return Refusal.WARM
         if self._monotonic() < self._not_before:
-            return Refusal.WARM
+            return Refusal.WARM if self._could else Refusal.FAILED
         policy = Policy(
             size=max(0, self._budget - size),
             quotas=read_quotas(self._store.context).sizes,
@@ -250,20 +280,33 @@ class Housekeeping:
             warmth=self._warmth,
             warm_ns=limit,
         )
-        started = self._worked()
-        try:
-            report = self._collect(policy)
-        except KVStoreError as error:
-            self._could_not(str(error))
-            return Refusal.FULL
-        self._took = self._worked() - started
+        report, took = self._patiently(policy)
+        if report.busy:
+            # Nothing was learnt: a measurement would take a look at all files, and the next try makes one anyway.
+            return Refusal.BUSY
+        self._took = took
         fits = self._measure(report) + size <= self._budget
-        if not fits:
-            self._not_before = self._monotonic() + max(1.0, _PAUSE * self._took)
+        self._could = not report.error
         if fits:
             return None
+        self._not_before = self._monotonic() + max(1.0, _PAUSE * self._took)
+        if report.error:
+            return Refusal.FAILED
         # Not cold, so wanted as much; or nothing could go at all, and the budget is too small for this prompt.
         return Refusal.FULL if self._coldest is None else Refusal.WARM
+
+    def _patiently(self, policy: Policy) -> tuple[GcReport, float]:
+        """Collect, after another process's collection if that is over soon, and how long it took."""
+        naps = 0 if self._monotonic() < self._patient_after else _BUSY_NAPS
+        while True:
+            started = self._worked()
+            report = self._collect(policy)
+            if not report.busy or not naps:
+                return report, self._worked() - started
+            time.sleep(_BUSY_NAP_S)
+            naps -= 1
+            if not naps:
+                self._patient_after = self._monotonic() + _PATIENT_AFTER_S
 
     def _collect(self, policy: Policy) -> GcReport:
         with no_full_search_for_cycles():
@@ -317,16 +360,18 @@ class Housekeeping:
         if self._warned.due("collect"):
             log.warning("kvstore: could not collect: %s", why)
 
-    def _refuse(self, refusal: Refusal, size: int) -> Refusal:
+    def _refuse(self, refusal: Refusal, fate: Fate | None) -> Refusal:
         with self._lock:
-            times, total = self._refused.get(refusal, (0, 0))
-            self._refused[refusal] = times + 1, total + size
-        self._store.context.counters.refuse(refusal.name.lower(), size)
-        if refusal is not Refusal.FULL and self._said.due(refusal):
+            if fate is not None:
+                if fate.refused:
+                    return refusal
+                fate.refused = True
+            times = self._refused[refusal] = self._refused.get(refusal, 0) + 1
+        self._store.context.counters.refuse(refusal.name.lower())
+        if refusal.meant and self._said.due(refusal):
             log.info(
-                "kvstore: %s: %d prompts were left unsaved from some point on, %s, since the server started",
+                "kvstore: %s: %d prompts were left unsaved from some point on since the server started",
                 refusal.value,
-                times + 1,
-                format_size(total + size),
+                times,
             )
         return refusal

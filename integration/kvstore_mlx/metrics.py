@@ -215,11 +215,10 @@ class Metrics:
             self._timer = None
         self._stats.flush()
 
-    def refused(self) -> dict[str, dict[str, int]]:
-        """What was not written on purpose since the server started, by reason."""
+    def refused(self) -> dict[str, int]:
+        """Prompts that were left unsaved from some point on since the server started, by reason."""
         counted = self._store.counters.refused()
-        reasons = [refusal.name.lower() for refusal in Refusal]
-        return {reason: dict(zip(("nodes", "bytes"), counted.get(reason, (0, 0)), strict=True)) for reason in reasons}
+        return {reason: counted.get(reason, 0) for reason in (refusal.name.lower() for refusal in Refusal)}
 
     # Prometheus.
 
@@ -264,13 +263,14 @@ class Metrics:
         for tier, value in reused.items():
             family.add_metric([tier], value)
         yield family
-        refused = self.refused()
-        for unit, text in (("nodes", "Nodes"), ("bytes", "Bytes")):
-            help_text = f"{text} not written to the directory on purpose, by the reason"
-            family = core.CounterMetricFamily(f"kvstore_refused_{unit}", help_text, labels=["reason"])
-            for reason, amounts in refused.items():
-                family.add_metric([reason], amounts[unit])
-            yield family
+        family = core.CounterMetricFamily(
+            "kvstore_refused_prompts",
+            "Prompts that were left unsaved from some point on, by the reason",
+            labels=["reason"],
+        )
+        for reason, prompts in self.refused().items():
+            family.add_metric([reason], prompts)
+        yield family
         for name, histogram in self.seconds.items():
             rows, total = histogram.snapshot()
             yield core.HistogramMetricFamily(f"kvstore_{name}_seconds", _TIMED[name], buckets=rows, sum_value=total)

@@ -17,6 +17,7 @@ from kvstore.keys import TOKEN_BYTES, pack_tokens
 from kvstore.states import State
 from kvstore_mlx.boundaries import MIN_TOKENS
 from kvstore_mlx.forms import Form, ModelSpace
+from kvstore_mlx.housekeeping import Fate
 from kvstore_mlx.live import Extras, Live, Rows
 from kvstore_mlx.pool import Loan
 from kvstore_mlx.writer import Boundary, Job, Writer
@@ -75,6 +76,7 @@ class Recording:
         self._holding = False
         self._waiting: list[Job] = []
         self._lock = threading.Lock()
+        self._fate = Fate()
         self.on_written: Callable[[int, int, float], None] | None = None
         self._prompt_due = any(self._prompt_end > end for end in self._saved.values()) or bool(self._boundaries)
 
@@ -208,7 +210,7 @@ class Recording:
         items.sort(key=lambda item: (item.end, isinstance(item, Boundary)))
         if items:
             last = max(item.end for item in items)
-            job = Job(form, self._until(last), items, self._on_failure, loans, self.on_written)
+            job = Job(form, self._until(last), items, self._on_failure, loans, self.on_written, self._fate)
             if self._offer(job):
                 self._saved[form] = max(first, end)
                 for at in ready:
@@ -245,7 +247,7 @@ class Recording:
         for begin, end in cuts:
             data: list[Any] = []
             size = sum(spec.span_bytes(end - begin) for spec in rows.specs)
-            if self._writer.refuses(form, self._until(end), size):
+            if self._writer.refuses(form, self._until(end), size, self._fate):
                 self._failed = True
                 break
             if rows.specs:

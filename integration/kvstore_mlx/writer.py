@@ -32,7 +32,7 @@ from kvstore.states import State
 from kvstore_mlx.buffers import address_phase, has_non_finite
 from kvstore_mlx.forms import Form
 from kvstore_mlx.held import Held
-from kvstore_mlx.housekeeping import Housekeeping, Refusal
+from kvstore_mlx.housekeeping import Fate, Housekeeping
 from kvstore_mlx.live import LOGITS
 from kvstore_mlx.pool import Loan, Pool
 from kvstore_mlx.seldom import Seldom
@@ -93,7 +93,7 @@ class Job:
     """Spans and states of one prompt to be published, in order. on_failure runs on the writer thread when one is not.
 
     loans: the memory that a span's data lie in, by its first token, where they lie in the writer's pool. on_written is
-    told on the writer thread of each item that was: new tokens, bytes, seconds.
+    told on the writer thread of each item that was: new tokens, bytes, seconds. fate: shared by all jobs of the prompt.
     """
 
     form: Form
@@ -102,6 +102,7 @@ class Job:
     on_failure: Callable[[], None] = field(default=lambda: None)
     loans: dict[int, Loan] = field(default_factory=dict)
     on_written: Callable[[int, int, float], None] | None = None
+    fate: Fate = field(default_factory=Fate)
 
     @property
     def size(self) -> int:
@@ -198,9 +199,9 @@ class Writer:
         filled = self._queued / self._max_queued
         return min(1.0, least + max(0.0, filled - _RELAXED) / (2 * _RELAXED))
 
-    def refuses(self, form: Form, tokens: bytes, size: int) -> bool:
+    def refuses(self, form: Form, tokens: bytes, size: int, fate: Fate | None = None) -> bool:
         """Whether the node at the end of these tokens would not be written; called on the engine's thread."""
-        return self._housekeeping.refuses(size, form.namespace, tokens)
+        return self._housekeeping.refuses(size, form.namespace, tokens, fate)
 
     def lend(self, size: int) -> Loan | None:
         """Memory to copy a span into, which goes into its job; None when the queue is full. Never waits."""
@@ -284,26 +285,32 @@ class Writer:
                     self._changed.notify_all()
 
     def _write(self, job: Job) -> None:
+        # What comes after a part that was not written would not be either, and others might have to go for it.
+        if job.fate.broken or not self._whole(job):
+            job.fate.broken = True
+            job.on_failure()
+
+    def _whole(self, job: Job) -> bool:
+        """Whether all of a job was published."""
         try:
             ahead = job.size
             for item in job.items:
                 ahead -= item.payload_bytes
                 # One by one: memory is given back as it is written, and a hole stops the rest.
                 if job.form.trouble or not self._item(job, item, ahead):
-                    job.on_failure()
-                    return
+                    return False
                 job.give_back(item)
         except MissingParentError as error:
             log.debug("kvstore: not saved: %s", error)
-            job.on_failure()
         except KVStoreError as error:
             self._warn(f"not saved: {error}", f"not saved: {_kind(error)}")
-            job.on_failure()
         except Exception:
             self.trouble = _BUG
             if self._warned.due(_BUG):
                 log.exception("kvstore: %s", _BUG)
-            job.on_failure()
+        else:
+            return True
+        return False
 
     def _item(self, job: Job, item: Span | Boundary, ahead: int) -> bool:
         """Publish one span or state; False, with a warning, when it must not be or there is no room."""
@@ -311,9 +318,9 @@ class Writer:
             self._warn("NaN or infinity in the KV cache; not saved")
             return False
         tokens = job.tokens[: item.end * TOKEN_BYTES]
-        refusal = self._housekeeping.make_room(item.payload_bytes, job.form.namespace, tokens, ahead)
+        refusal = self._housekeeping.make_room(item.payload_bytes, job.form.namespace, tokens, ahead, job.fate)
         if refusal is not None:
-            if refusal is Refusal.FULL:
+            if not refusal.meant:
                 self._warn(refusal.value)
             return False
         started = time.perf_counter()

@@ -199,8 +199,8 @@ def _counts(now: Look, before: Look | None) -> Table:
         ("damaged files", "damaged_total", False),
     ):
         row(name, now.value(key), before.value(key) if before is not None else None, size=size)
-    refused = "refused_nodes_total"
-    row("refused writes", now.sum_of(refused), before.sum_of(refused) if before is not None else None)
+    refused = "refused_prompts_total"
+    row("refused prompts", now.sum_of(refused), before.sum_of(refused) if before is not None else None)
     table.add_row("hit rate", *(_rate(now, then) for then in (None, before)))
     for tier in ("memory", "disk"):
         key = f'reused_tokens_total{{tier="{tier}"}}'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 from recording_support import INTERVAL, FakeLive, FakeSpace
 
@@ -57,9 +58,25 @@ def test_what_will_be_left_out_is_not_copied_first(store, form, monkeypatch):
     recording = save(form, writer, list(range(2001, 2600)), 4)
     assert len(lent) == 5
     assert not recording.wants(4 * INTERVAL)
-    assert house.refused == {Refusal.WARM: (2, 2 * CHUNK)}
-    assert store.context.counters.refused_nodes == 2
+    assert house.refused == {Refusal.WARM: 2}
+    assert store.context.counters.refused_prompts == 2
     assert writer.close(30)
+
+
+def test_a_prompt_whose_chunks_are_queued_is_refused_once(store, form, monkeypatch):
+    """Found by review: what stood behind the chunk that was refused was counted, too, and others could go for it."""
+    house = Housekeeping(store, usage(store.context) + CHUNK // 2)
+    writer = Writer(house)
+    go, asked = threading.Event(), []
+    make_room = house.make_room
+    monkeypatch.setattr(house, "make_room", lambda *args: (go.wait(30) and asked.append(1)) or make_room(*args))
+    recording = Recording(FakeSpace(form), writer, range(1, 600), saved={form: 0}, known=0, decoded=False)
+    for chunk in range(1, 4):
+        recording.reached(FakeLive(chunk * INTERVAL, BIG), None, chunk * INTERVAL)
+    go.set()
+    assert writer.close(30)
+    assert sum(house.refused.values()) == store.counters.refused_prompts == len(asked) == 1
+    assert not recording.wants(4 * INTERVAL)
 
 
 def test_a_write_limit_ends_the_saving_of_a_prompt_at_a_chunk(store, form):
@@ -69,7 +86,7 @@ def test_a_write_limit_ends_the_saving_of_a_prompt_at_a_chunk(store, form):
     save(form, writer, prompt, 4)
     assert writer.close(30)
     assert form.namespace.lookup(prompt).count == 2 * INTERVAL
-    assert house.refused[Refusal.LIMIT] == (1, CHUNK)
+    assert house.refused[Refusal.LIMIT] == 1
     counters = store.context.counters
     assert counters.saved_tokens == 2 * INTERVAL
     assert 1.0 <= counters.written_bytes / (counters.saved_tokens * CHUNK / INTERVAL) < 1.02

@@ -102,18 +102,17 @@ def test_a_request_is_counted_once_and_by_where_its_tokens_came_from(metrics):
 
 def test_what_is_refused_is_told_by_reason(metrics):
     """A write limit that was set too low, or a directory too small, shows nowhere else but in a line of the log."""
-    nothing = {"nodes": 0, "bytes": 0}
-    assert metrics.refused() == {"full": nothing, "warm": nothing, "limit": nothing}
+    nothing = dict.fromkeys(("full", "warm", "limit", "busy", "failed"), 0)
+    assert metrics.refused() == nothing
     store = metrics._store
     space = store.namespace(NamespaceInfo({"model": "refused"}))
     house = Housekeeping(store, 1 << 30, 1000)
     assert house.make_room(1001, space, bytes(64)) is Refusal.LIMIT
     assert house.make_room(2000, space, bytes(64)) is Refusal.LIMIT
-    assert metrics.refused() == {"full": nothing, "warm": nothing, "limit": {"nodes": 2, "bytes": 3001}}
+    assert metrics.refused() == {**nothing, "limit": 2}
     samples = scrape(metrics.exposition("", {})[0].decode())
-    assert samples["kvstore_refused_nodes_total{reason=limit}"] == 2
-    assert samples["kvstore_refused_bytes_total{reason=limit}"] == 3001
-    assert samples["kvstore_refused_nodes_total{reason=warm}"] == 0
+    assert samples["kvstore_refused_prompts_total{reason=limit}"] == 2
+    assert samples["kvstore_refused_prompts_total{reason=warm}"] == 0
 
 
 def test_a_request_that_never_got_to_its_lookup(metrics):
@@ -268,7 +267,7 @@ def test_a_server_tells_what_its_cache_does(serve, tiny_llama, tmp_path):
         "budget_bytes": 20 << 30,
         "used_bytes": 0,
         "queued_bytes": 0,
-        "refused": {reason: {"nodes": 0, "bytes": 0} for reason in ("full", "warm", "limit")},
+        "refused": dict.fromkeys(("full", "warm", "limit", "busy", "failed"), 0),
         "restoring": {"tiny-llama": "prompts from 64 tokens on are saved and restored"},
     }
     again = server.chat(conversation(1), max_tokens=3).body["kv_cache"]

@@ -18,8 +18,8 @@ kvstore_requests_total 12.0
 kvstore_prompt_tokens_total 1000.0
 kvstore_reused_tokens_total{tier="memory"} 300.0
 kvstore_reused_tokens_total{tier="disk"} 500.0
-kvstore_refused_nodes_total{reason="full"} 3.0
-kvstore_refused_nodes_total{reason="limit"} 4.0
+kvstore_refused_prompts_total{reason="full"} 3.0
+kvstore_refused_prompts_total{reason="limit"} 4.0
 kvstore_restored_bytes_total 2.097152e+06
 kvstore_lookup_seconds_count 12.0
 kvstore_lookup_seconds_sum 0.024
@@ -91,7 +91,7 @@ def test_one_look(server):
         assert "models tiny" in text
         assert "512 MiB of 1.0 GiB, 1.0 KiB waiting" in text
         assert "requests 12" in text
-        assert "refused writes 7" in text
+        assert "refused prompts 7" in text
         assert "hit rate 80.0 %" in text
         assert "tokens from disk 500" in text
         assert "lookup 12 2.0 ms" in text
