@@ -121,31 +121,37 @@ def place_block(context: Context, staged: Path, ref: BlockRef, wrote: Callable[[
     wrote is told of them as soon as the block has its name, whatever fails after that.
     """
     path = context.layout.block(ref.digest)
-    if _freshened(context, ref):
-        context.staging.discard(staged)
-        return 0
+    new = True
     try:
         make_folders(context, path.parent)
+        # Right before the rename: what somebody else placed meanwhile is not written a second time, nor counted.
+        if _freshened(context, ref):
+            context.staging.discard(staged)
+            return 0
         if status_of(path) is not None:
             # Whatever loses its name to the new file gives its space back when the lock is free.
             with kept_open(context.fs, path), publish_lock(context.layout):
-                if intact(context, ref):
-                    # Another user's, which nobody else can make young, or just placed by somebody: the same bytes.
-                    context.fs.rename(staged, path)
-                else:
+                if not intact(context, ref):
                     # Short or known to be damaged: the right bytes take its place.
                     _set_aside(context, path)
                     context.fs.rename(staged, path)
                     context.damaged.discard(path)
+                elif freshen(context, [ref]):
+                    # Another user's, which nobody else can make young: the same bytes.
+                    context.fs.rename(staged, path)
+                else:
+                    context.staging.discard(staged)
+                    new = False
         else:
             context.fs.rename(staged, path)
             context.damaged.discard(path)
     except BaseException:
         context.staging.discard(staged)
         raise
-    wrote(ref.size)
+    if new:
+        wrote(ref.size)
     context.fs.sync_dir(path.parent)
-    return ref.size
+    return ref.size if new else 0
 
 
 def _freshened(context: Context, ref: BlockRef) -> bool:
@@ -163,8 +169,8 @@ def _freshened(context: Context, ref: BlockRef) -> bool:
 
 
 def put_node(space: Space, chunk: Chunk, kind: Kind, refs: tuple[BlockRef, ...], above: Path | None) -> int:
-    """Commit a node whose blocks are in place; returns the bytes written: the manifest's, and those of copies that it
-    took (kvstore.takeover). above: see put_manifest.
+    """Commit a node whose blocks are in place; returns the bytes written: the manifest's, unless somebody else was
+    first, and those of copies that it took (kvstore.takeover). above: see put_manifest.
     """
     context = space.context
     path = node_path(space, chunk, kind)
@@ -183,9 +189,10 @@ def put_node(space: Space, chunk: Chunk, kind: Kind, refs: tuple[BlockRef, ...],
         )
     )
     copied: list[int] = []
-    put_manifest(context, path, manifest, refs, above, wrote=_counted(context, copied.append))
-    context.counters.add(published_nodes=1, written_bytes=len(manifest))
-    return len(manifest) + sum(copied)
+    placed = put_manifest(context, path, manifest, refs, above, wrote=_counted(context, copied.append))
+    if placed:
+        context.counters.add(published_nodes=1, written_bytes=len(manifest))
+    return sum(copied) + (len(manifest) if placed else 0)
 
 
 def put_manifest(

@@ -72,3 +72,32 @@ def test_what_came_before_a_hole_is_counted(store, space, monkeypatch):
     counters = store.context.counters
     assert counters.published_nodes == 2
     assert counters.written_bytes > size_of([*block_files(store.path), *node_files(store.path)]), "and what went"
+
+
+@pytest.mark.parametrize("moment", ["the block's folder is made", "the block is durable", "the manifest is durable"])
+def test_of_two_who_publish_the_same_one_is_counted(store, space, moment, monkeypatch):
+    """The other one does all of it at some moment of the first."""
+    other = open_store(store.path)
+    space._describe()
+    fs, left = type(store.context.fs), [1 if moment.startswith("the manifest") else 0]
+
+    def act():
+        if left and not left[0]:
+            left.clear()
+            other.namespace(NamespaceInfo({"model": "written"})).publish(TOKENS, spans(TOKENS, 0, 16))
+        elif left:
+            left[0] -= 1
+
+    make_dir, sync_file = fs.make_dir, fs.sync_file
+    if moment.endswith("made"):
+        monkeypatch.setattr(
+            fs, "make_dir", lambda fs, path: make_dir(fs, path) and path.parent.name == "blocks" and act()
+        )
+    else:
+        monkeypatch.setattr(fs, "sync_file", lambda fs, fd: (sync_file(fs, fd), act()))
+    space.publish(TOKENS, spans(TOKENS, 0, 16))
+    assert left == []
+    counted = [each.context.counters.snapshot() for each in (store, other)]
+    kept = size_of([*block_files(store.path), *node_files(store.path)])
+    assert sum(each["written_bytes"] for each in counted) == kept
+    assert sum(each["published_nodes"] for each in counted) == 1
