@@ -72,10 +72,10 @@ class Recording:
         self._saved = dict(saved)
         self._boundaries = {end for end in boundaries if end > known}
         self._held: dict[int, tuple[Form, State]] = {}
-        self._failed = prefill_only and decoded
-        self._holding = False
-        self._waiting: list[Job] = []
-        self._lock = threading.Lock()
+        # Jobs know no more of a recording than this: what it holds goes with it, whatever is still queued.
+        self._lost = threading.Event()
+        if prefill_only and decoded:
+            self._lost.set()
         self._fate = Fate()
         self.on_written: Callable[[int, int, float], None] | None = None
         self._prompt_due = any(self._prompt_end > end for end in self._saved.values()) or bool(self._boundaries)
@@ -101,6 +101,11 @@ class Recording:
         return sorted(self._boundaries)
 
     @property
+    def _failed(self) -> bool:
+        """Whether the store lacks what this recording believes saved: it stops, and the next request's lookup tells."""
+        return self._lost.is_set()
+
+    @property
     def prompt_due(self) -> bool:
         """Whether first_token still has something to do."""
         return self._prompt_due and not self._failed
@@ -114,24 +119,6 @@ class Recording:
         end = min((first // form.interval + 1) * form.interval, self._prompt_end)
         if end > first and end >= MIN_TOKENS:
             self._writer.prepare(form, self._until(end), form.plan.token_bytes * (end - first))
-
-    def hold(self) -> None:
-        """Until release, what is saved is copied as ever and queued only then, so that the writer's thread goes on
-        sleeping. One that is at work is not waited for.
-        """
-        self._holding = not self._writer.queued
-
-    def release(self) -> None:
-        """Queue what waited; from any thread."""
-        with self._lock:
-            self._holding = False
-            while self._waiting:
-                job = self._waiting.pop(0)
-                # What follows a hole would be refused.
-                if self._failed:
-                    job.give_back()
-                elif not self._writer.offer(job, held=True):
-                    self._on_failure()
 
     def wants(self, done: int) -> bool:
         """Whether there is anything to save when done tokens are computed; cheap, asked after every step."""
@@ -202,6 +189,7 @@ class Recording:
         if first is None or end < MIN_TOKENS or (end <= first and not states):
             return
         if form.most is not None and live.count > form.most:
+            self._let_go()
             return
         spans, loans = self._copied(form, live.rows, self._cuts(form, first, end, states))
         end = spans[-1].end if spans else min(first, end)
@@ -210,19 +198,12 @@ class Recording:
         items.sort(key=lambda item: (item.end, isinstance(item, Boundary)))
         if items:
             last = max(item.end for item in items)
-            job = Job(form, self._until(last), items, self._on_failure, loans, self.on_written, self._fate)
-            if self._offer(job):
+            job = Job(form, self._until(last), items, self._lost.set, loans, self.on_written, self._fate)
+            if self._writer.offer(job):
                 self._saved[form] = max(first, end)
                 for at in ready:
                     del self._held[at]
         self._let_go()
-
-    def _offer(self, job: Job) -> bool:
-        with self._lock:
-            if self._holding:
-                self._waiting.append(job)
-                return True
-        return self._writer.offer(job)
 
     def _let_go(self) -> None:
         """Of the states that a full queue left keep the last one, and of those before it what there is room for."""
@@ -248,7 +229,7 @@ class Recording:
             data: list[Any] = []
             size = sum(spec.span_bytes(end - begin) for spec in rows.specs)
             if self._writer.refuses(form, self._until(end), size, self._fate):
-                self._failed = True
+                self._lost.set()
                 break
             if rows.specs:
                 loan = self._writer.lend(size)
@@ -269,7 +250,3 @@ class Recording:
             border = next((cut for cut in inner if first < cut < border), border)
             yield first, border
             first = border
-
-    def _on_failure(self) -> None:
-        """The store now lacks what this recording believes saved: stop, and let the next request's lookup tell."""
-        self._failed = True

@@ -83,7 +83,6 @@ class Session:
         self._turns = Turns(model)
         self._guard = Guard()
         self._fetching = Fetching(space, self._writer, self._gate, saving, extras=extras is not None)
-        self._held: set[Recording] = set()
 
     @property
     def plan(self) -> Plan:
@@ -121,8 +120,8 @@ class Session:
         """
         return outcome(self._turns.here(self._prefilling(list(tokens), cuts)))
 
-    def _prefilling(self, tokens: list[int], cuts: Sequence[int], *, hold: bool = False) -> Generator[None, None, Run]:
-        """The steps of a prefill: the restore, and each piece. hold: what is saved at the end waits for _let_go."""
+    def _prefilling(self, tokens: list[int], cuts: Sequence[int]) -> Generator[None, None, Run]:
+        """The steps of a prefill: the restore, and each piece."""
         started = time.perf_counter()
         if not tokens:
             raise ValueError("a prompt needs at least one token")
@@ -159,15 +158,9 @@ class Session:
                 self._gate.prefilled(len(tokens) - known, spent)
         run.seconds = time.perf_counter() - started
         ended = run.recording
-        if ended is not None and known < len(tokens) and len(tokens) >= MIN_TOKENS:
-            if hold:
-                ended.hold()
-                self._held.add(ended)
-            try:
-                self._save(run, lambda: ended.finished(caches, len(tokens), tokens, logits=run.logits))
-            except BaseException:
-                self._let_go(ended)
-                raise
+        if ended is not None and self._writer is not None and known < len(tokens) and len(tokens) >= MIN_TOKENS:
+            self._writer.choosing()
+            self._save(run, lambda: ended.finished(caches, len(tokens), tokens, logits=run.logits))
         return run
 
     def _begun(self, tokens: list[int], saved: Mapping[Form, int], known: int, ends: Sequence[int]) -> Recording | None:
@@ -182,14 +175,7 @@ class Session:
     def _save(self, run: Run, step: Callable[[], None], mistakes: tuple[type[Exception], ...] = ()) -> None:
         """A step of saving. When it fails it was the last one of this answer."""
         if not self._guard.done(step, mistakes):
-            recording, run.recording = run.recording, None
-            self._let_go(recording)
-
-    def _let_go(self, recording: Recording | None) -> None:
-        """Queue what a recording held back."""
-        if recording is not None and recording in self._held:
-            self._held.discard(recording)
-            recording.release()
+            run.recording = None
 
     def _record(
         self, tokens: list[int], saved: Mapping[Form, int], known: int, *, decoded: bool, ends: Sequence[int] = ()
@@ -309,8 +295,7 @@ class Session:
     ) -> Generator[GenerationResponse | None, None, None]:
         """The steps of an answer: None before each piece of its prefill, then its responses."""
         check_limit(max_tokens)
-        # The writer's thread would take turns from this one just when the first token is chosen.
-        run = yield from self._prefilling(self.tokens_of(prompt), cuts, hold=True)
+        run = yield from self._prefilling(self.tokens_of(prompt), cuts)
         responses = answer(
             self._model,
             self._wrapped(),
@@ -321,16 +306,10 @@ class Session:
             quantization=self._quantization,
             finish=self._finish,
         )
-        try:
-            for response in responses if self._metrics is None else self._metrics.watched(Served(), responses):
-                # Another thread may look at it, and could not compute it.
-                mx.eval(response.logprobs)
-                if response.finish_reason is not None:
-                    self._let_go(run.recording)
-                yield response
-                self._let_go(run.recording)
-        finally:
-            self._let_go(run.recording)
+        for response in responses if self._metrics is None else self._metrics.watched(Served(), responses):
+            # Another thread may look at it, and could not compute it.
+            mx.eval(response.logprobs)
+            yield response
 
     def tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
         """A prompt as mlx_lm.stream_generate tokenizes it."""
@@ -342,7 +321,6 @@ class Session:
 
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until everything is written; False when timeout seconds were not enough."""
-        self._let_all_go()
         return self._writer is None or self._writer.drain(timeout)
 
     def close(self, timeout: float = 60.0) -> None:
@@ -351,17 +329,12 @@ class Session:
         Answers of an event loop that are under way end after their step, as if there were no more tokens.
         """
         self._turns.close()
-        self._let_all_go()
         if self._writer is not None:
             self._writer.close(timeout)
         if self._metrics is not None:
             self._metrics.close()
         if self._store is not None:
             self._store.close()
-
-    def _let_all_go(self) -> None:
-        for recording in list(self._held):
-            self._let_go(recording)
 
     def __enter__(self) -> Self:
         return self

@@ -67,6 +67,10 @@ _PREFILL_S = 30.0
 _STEP_S = 1.0
 """The same after a token."""
 
+_QUIET_S = 0.05
+"""How long the choice of a first token is waited for, at most. That of a small model takes some milliseconds, and two
+more with this thread beside it; one that takes longer does not notice."""
+
 _WARN_EVERY_S = 60.0
 
 _BUG = "not saved, and this is a bug in kvstore; please report it"
@@ -134,7 +138,7 @@ class Writer:
         self._pace = housekeeping.pace
         self._pace.share = self._share
         self._monotonic = monotonic
-        self._prefill_until = self._steps_until = 0.0
+        self._prefill_until = self._steps_until = self._quiet_until = 0.0
         self._hurried = 0
         self._max_queued = max_queued
         self._pool = Pool(max_queued, address_phase())
@@ -184,9 +188,20 @@ class Writer:
         """Say that the engine made a token, and will make another one."""
         self._steps_until = self._monotonic() + _STEP_S
 
+    def choosing(self) -> None:
+        """Say that a first token is about to be chosen: what is queued now is begun when the request ends, or a moment
+        later. A thread that has work already goes on, or many answers in turn would keep it from it.
+        """
+        if not self._queued:
+            self._quiet_until = self._monotonic() + _QUIET_S
+
     def idle(self) -> None:
         """Say that a request ended. Another one that is under way makes itself known by its next token."""
         self._prefill_until = self._steps_until = 0.0
+        if self._quiet_until:
+            with self._changed:
+                self._quiet_until = 0.0
+                self._changed.notify_all()
 
     def _share(self) -> float:
         """See Pace.share."""
@@ -207,14 +222,13 @@ class Writer:
         """Memory to copy a span into, which goes into its job; None when the queue is full. Never waits."""
         return self._pool.lend(size)
 
-    def offer(self, job: Job, *, held: bool = False) -> bool:
+    def offer(self, job: Job) -> bool:
         """Queue a job without waiting; False when the queue is full (an empty queue takes a job of any size).
 
-        What a refused job was lent is given back. held: it was copied while the queue was empty, and is not refused for
-        what came since.
+        What a refused job was lent is given back.
         """
         with self._changed:
-            room = held or not self._queued or self._queued + job.size <= self._max_queued
+            room = not self._queued or self._queued + job.size <= self._max_queued
             taken = room and not self._closing
             if taken:
                 self._queue.append(job)
@@ -229,6 +243,7 @@ class Writer:
         deadline = time.monotonic() + timeout
         with self._changed:
             self._hurried += 1
+            self._changed.notify_all()
             try:
                 while self._queue or self._busy:
                     left = deadline - time.monotonic()
@@ -257,9 +272,10 @@ class Writer:
         while True:
             with self._changed:
                 woken = True
-                while woken and not (self._queue or self._closing or self._expected):
-                    woken = self._changed.wait(_TRIM_AFTER_S if self._pool.resident else None)
-                job = self._queue.popleft() if self._queue else None
+                while not (self._due or self._closing or self._expected) and (woken or self._queue):
+                    idle_s = _TRIM_AFTER_S if self._pool.resident else None
+                    woken = self._changed.wait(self._quiet_s if self._queue else idle_s)
+                job = self._queue.popleft() if self._due else None
                 if job is not None:
                     self._busy = True
                 elif self._closing:
@@ -283,6 +299,16 @@ class Writer:
                     self._queued -= size
                     self._busy = False
                     self._changed.notify_all()
+
+    @property
+    def _quiet_s(self) -> float:
+        """How long nothing is to be begun yet."""
+        return 0.0 if self._hurried or self._closing else max(0.0, self._quiet_until - self._monotonic())
+
+    @property
+    def _due(self) -> bool:
+        """Whether a job is to be written now."""
+        return bool(self._queue) and not self._quiet_s
 
     def _write(self, job: Job) -> None:
         # What comes after a part that was not written would not be either, and others might have to go for it.
