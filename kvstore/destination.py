@@ -31,9 +31,9 @@ def _above(inner: Path, outer: Path) -> list[Path]:
     return list(inner.resolve().parents) if os.path.lexists(outer) else []
 
 
-def destination(source: Context, path: Path, *, dry_run: bool) -> tuple[Context, bool]:
-    """The directory at path; where nothing or an empty folder is, a new one with the source's interval, and shared as
-    that is. With dry_run a new one is only named. Whether it is new.
+def destination(source: Context, path: Path, *, create: bool, dry_run: bool) -> tuple[Context, bool]:
+    """The directory at path; with create, where nothing or an empty folder is, a new one with the source's interval,
+    and shared as that is. With dry_run a new one is only named. Whether it is new.
 
     Raises KVStoreError when it can be neither: before anything is made, so that a wrong name makes no folder.
     """
@@ -41,6 +41,8 @@ def destination(source: Context, path: Path, *, dry_run: bool) -> tuple[Context,
     try:
         return _open(source, path, interval=None, create=False), False
     except NotACacheDirectoryError:
+        if not create:
+            raise
         layout = Layout(path)
         try:
             if read_config(source.fs, layout) is not None:

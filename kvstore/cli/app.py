@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -35,7 +35,6 @@ __all__ = [
     "DirectoryArgument",
     "JsonOption",
     "app",
-    "because",
     "console",
     "counted",
     "main",
@@ -45,6 +44,7 @@ __all__ = [
     "output",
     "plain",
     "print_json",
+    "refuse",
     "writing",
 ]
 
@@ -215,14 +215,14 @@ def _existing(place: Place) -> Store:
     try:
         return Store.open(place.path, create=False)
     except NotACacheDirectoryError as error:
-        raise because(place, error) from error
+        refuse(place, error)
 
 
-def because(place: Place, error: NotACacheDirectoryError) -> NotACacheDirectoryError:
-    """What is wrong with a place, and why that one, unless the command line names it."""
+def refuse(place: Place, error: NotACacheDirectoryError) -> NoReturn:
+    """Raise what is wrong with a place, and why that one was looked at, unless the command line names it."""
     if place.source == "given":
-        return error
-    return NotACacheDirectoryError(f"{error} (looked there because {place.why})")
+        raise error
+    raise NotACacheDirectoryError(f"{error} (looked there because {place.why})") from error
 
 
 @contextmanager

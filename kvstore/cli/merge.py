@@ -22,7 +22,7 @@ from typing import Annotated
 
 import typer
 
-from kvstore.cli.app import DIRECTORY_DEFAULT, JsonOption, app, because, counted, named, opened, print_json
+from kvstore.cli.app import DIRECTORY_DEFAULT, JsonOption, app, counted, named, opened, print_json, refuse
 from kvstore.cli.common import DryRunOption, bar, say, warn
 from kvstore.destination import destination
 from kvstore.errors import KVStoreError, NotACacheDirectoryError
@@ -52,7 +52,7 @@ def merge(
 ) -> None:
     """Bring everything of SRC into DST, which then holds every prefix of either. SRC is only read; it may be in use.
 
-    Where DST is not there, or an empty folder, a cache directory with SRC's interval is made.
+    Where DST is given and not there, or an empty folder, a cache directory with SRC's interval is made.
     """
     with opened(source) as one, _destination(one, target, dry_run=dry_run) as (other, made):
         with bar("copying blocks", quiet=as_json) as told:
@@ -73,10 +73,12 @@ def merge(
 @contextmanager
 def _destination(source: Store, target: Path | None, *, dry_run: bool) -> Iterator[tuple[Store, bool]]:
     place = place_of(target)
+    # What a variable names may be where a volume is not mounted now.
+    create = place.source == "given"
     try:
-        context, made = destination(source.context, place.path, dry_run=dry_run)
+        context, made = destination(source.context, place.path, create=create, dry_run=dry_run)
     except NotACacheDirectoryError as error:
-        raise because(place, error) from error
+        refuse(place, error)
     with Store(context) as store:
         yield store, made
 

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from core_support import open_store, restore
 from gc_support import prompt, publish, space_of
+from typer import Exit
 from typer.testing import CliRunner, Result
 
 from kvstore import locations
 
 # Importing the command modules registers the commands.
 from kvstore.cli import clear, du, fsck, gc, ls, merge, repack, show  # noqa: F401
-from kvstore.cli.app import app
+from kvstore.cli.app import app, opened
 
 COMMANDS = {
     "ls": [],
@@ -140,3 +141,18 @@ def test_looking_at_a_directory_does_not(command, key, warned):
 def test_the_help_says_where_the_default_is():
     for command in (*COMMANDS, "show", "merge"):
         assert "$KVSTORE_DIR" in run(command, "--help").stdout
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_no_error_is_its_own_cause(default, tmp_path, monkeypatch, given):
+    """Whoever walks along the causes (a debugger, a log) would walk for ever."""
+    (tmp_path / "other").mkdir()
+    monkeypatch.setenv("KVSTORE_DIR", str(tmp_path / "other"))
+    with pytest.raises(Exit) as raised, opened(tmp_path / "other" if given else None):
+        pass
+    seen, error = [], raised.value
+    while error is not None:
+        assert error not in seen
+        seen.append(error)
+        error = error.__cause__
+    assert len(seen) == (2 if given else 3)

@@ -101,6 +101,22 @@ def test_the_default_target_is_said_with_its_reason(pair, tmp_path, monkeypatch)
     assert "because KVSTORE_DIR names it" in " ".join(invoke("merge", pair[0].path)[2].split())
 
 
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+@pytest.mark.parametrize("there", [True, False])
+def test_nothing_is_made_where_only_a_variable_names_a_target(pair, tmp_path, monkeypatch, there, options):
+    """It may be the mount point of a volume that is not mounted now."""
+    target = tmp_path / "mnt" / "kv"
+    if there:
+        target.mkdir(parents=True)
+    monkeypatch.setenv("KVSTORE_DIR", str(target))
+    code, out, err = invoke("merge", pair[0].path, *options)
+    assert (code, out) == (1, "")
+    sentence = f"{target} is not a cache directory; check the path (looked there because KVSTORE_DIR names it)"
+    assert sentence in " ".join(err.split())
+    assert list(tmp_path.rglob("mnt/*")) == ([target] if there else [])
+    assert not there or list(target.iterdir()) == []
+
+
 def test_a_used_node_keeps_its_place_in_the_queue(pair):
     """What was used long ago in the source goes first in the target too."""
     a, b = pair
