@@ -133,8 +133,9 @@ class _Helper:
         if self._began:
             with self._reading:
                 pass
-            if self._thread is not None:
-                self._thread.join()
+        # Also one that had no turn yet: it reads nothing any more, but holds the engine's memory until it ends.
+        if self._thread is not None:
+            self._thread.join()
 
 
 @dataclass(frozen=True, slots=True)

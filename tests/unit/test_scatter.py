@@ -380,12 +380,22 @@ def test_a_thread_that_was_started_while_somebody_interrupted_is_waited_for(two_
     assert len(closed) == 2
 
 
+def test_a_thread_that_had_no_turn_yet_is_waited_for(two_blocks, monkeypatch):
+    """It would hold the engine's memory for as long as it has none."""
+    space, match, _ = two_blocks
+    run = scatter_module._Helper._run
+    monkeypatch.setattr(scatter_module._Helper, "_run", lambda helper: (time.sleep(0.3), run(helper)))
+    assert space.read(match, Memory()).tokens == len(TOKENS)
+    assert [each.name for each in threading.enumerate() if each.name == "kvstore-read"] == []
+
+
 def test_a_thread_that_begins_when_all_is_over_reads_nothing(files, monkeypatch):
     late, start = [], threading.Thread.start
     memory = Memory()
 
     def not_yet(thread):
         late.append(thread)
+        raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", not_yet)
