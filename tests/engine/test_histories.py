@@ -28,8 +28,9 @@ histories = st.lists(st.one_of(turns, turns, edits, cancels, restarts, damages),
 class Conversation(History):
     """One that is held with a session."""
 
-    def __init__(self, directory: Path, family: str, **more: Any) -> None:
+    def __init__(self, directory: Path, family: str, *, tolerance: float = TOLERANCE, **more: Any) -> None:
         super().__init__(directory, family, **more)
+        self.tolerance = tolerance
         self.session = session_of(directory, family, **more)
 
     def turn(self, count: int, answer: int, flush: bool) -> None:
@@ -40,13 +41,13 @@ class Conversation(History):
         assert run.cached_tokens <= len(self.tokens)
         self.reused += run.cached_tokens
         expected = self.plain.prefill(self.tokens, [*cuts, run.cached_tokens])
-        assert_same([array_of(run.logits)], [array_of(expected.logits)], TOLERANCE)
+        assert_same([array_of(run.logits)], [array_of(expected.logits)], self.tolerance)
         if answer:
             ours, our_logits = decode(self.session, run, answer)
             theirs, their_logits = decode(self.plain, expected, answer)
             same = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), answer)
             # Two tokens that are equally likely to the last bits may be chosen either way.
-            assert_same(our_logits[: same + 1], their_logits[: same + 1], TOLERANCE)
+            assert_same(our_logits[: same + 1], their_logits[: same + 1], self.tolerance)
             self.tokens = forwarded(self.tokens, ours)
             self.session.finish(run, self.tokens)
         if flush:
@@ -103,9 +104,11 @@ def test_a_few_histories(family):
         ("gemma3_text", {"exact": True}),
         ("gemma3_text", {"states": 3}),
         ("llama4", {}),
-        ("deepseek_v41", {}),
+        # Each step of eight bits, and each token that is picked or not, is one to which the pieces of a prefill may tip
+        # it: without a directory they differ by up to 0.00024 and 0.0022 (of 40 prompts each, most by less than 1e-5).
+        ("deepseek_v41", {"tolerance": 1e-2}),
         ("llama", {}),
-        ("lfm2", {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 130}),
+        ("lfm2", {"tolerance": 1e-3, "kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 130}),
     ],
     ids=str,
 )
