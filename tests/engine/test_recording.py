@@ -321,6 +321,26 @@ def test_the_states_that_wait_have_one_bound_for_all_recordings(store, stateful,
     assert writer.close(10)
 
 
+def test_a_recording_that_is_gone_holds_nothing_although_its_job_is_queued_still(store, stateful, monkeypatch):
+    """While the disk is slow, the states of a request that is over took the room of those that are not."""
+    size = Boundary(1, FakeLive(1).state(decode=False)).payload_bytes
+    monkeypatch.setattr(recording_module, "MAX_HELD_BYTES", 4 * size)
+    borders = (128, 192, 256, 320, 384)
+    over = list(range(1, 501))
+    rows = sum(spec.span_bytes(INTERVAL) for spec in SPECS)
+    writer = Slow(Housekeeping(store, 1 << 30), max_queued=rows + size)
+    recording = record(stateful, writer, over, boundaries=borders)
+    look(recording, *borders)
+    assert writer.queued > 0
+    assert len(recording._held) > 1
+    del recording
+    late = record(stateful, writer, list(range(700, 1200)), boundaries=borders)
+    look(late, *borders)
+    assert sorted(late._held) == [*borders]
+    writer.go.set()
+    assert writer.close(10)
+
+
 def test_nan_is_not_saved(form, writer, caplog):
     class Bad(FakeLive):
         def copy(self, first: int, end: int, into=None):
