@@ -352,9 +352,10 @@ def make_folders(context: Context, folder: Path) -> None:
 
     Not those that a directory is set up with: they are missing where its volume is no longer mounted.
     """
-    layout = context.layout
-    if folder.is_dir() or folder in (layout.root, *layout.folders):
+    if folder.is_dir():
         return
-    if folder.parent != layout.root:
-        context.fs.make_dir(folder.parent)
-    context.fs.make_dir(folder)
+    setup = (context.layout.root, *context.layout.folders)
+    if folder not in setup:
+        if folder.parent not in setup:
+            context.fs.make_dir(folder.parent)
+        context.fs.make_dir(folder)

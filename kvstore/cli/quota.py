@@ -17,6 +17,7 @@ from rich.text import Text
 
 from kvstore.cli.app import DirectoryArgument, JsonOption, app, opened, output, print_json
 from kvstore.cli.common import one_namespace, plain, say, warn
+from kvstore.directory import complete
 from kvstore.errors import KVStoreError
 from kvstore.layout import Layout
 from kvstore.namespace import read_label
@@ -59,6 +60,7 @@ def quota(
 
 def _change(store: Store, namespace: str, size: int | None) -> None:
     if size is not None:
+        complete(store.context.fs, store.context.layout)
         write_quota(store.context, _namespace(store, namespace), size)
         return
     # One that has nothing saved may still have a quota.

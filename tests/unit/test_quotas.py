@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -307,6 +308,16 @@ def test_gc_says_when_a_quota_cannot_be_met(shared):
         write_quota(store.context, INFO.id, 0)
     assert "more would have to go for the quotas" in invoke("gc", shared)[1]
     assert invoke_json("gc", shared)["over_quota_bytes"] > 0
+
+
+def test_a_quota_is_kept_where_a_copy_left_out_folders(shared):
+    """As rsync --prune-empty-dirs does, or a copy that knows no folders."""
+    for name in ("namespaces", "tmp"):
+        shutil.rmtree(shared / name)
+    code, _, err = invoke("quota", shared, "--namespace", INFO.id, "--size", "5GiB")
+    assert (code, err) == (0, "")
+    with open_store(shared) as store:
+        assert read_quotas(store.context).sizes == {INFO.id: 5 << 30}
 
 
 def test_du_shows_quotas(shared):

@@ -14,6 +14,7 @@ import pytest
 from stress_support import examine, staged
 
 from kvstore import FormatVersionError, IntervalMismatchError, NamespaceInfo, NotACacheDirectoryError, Store
+from kvstore.commit import make_folders
 from kvstore.errors import UnavailableError
 from kvstore.fs import FileSystem
 from kvstore.testing.oracle import Memory, Oracle, random_tokens
@@ -246,3 +247,23 @@ def test_a_real_volume_is_pulled_out_and_another_one_put_in(tmp_path, folder):
 def test_a_link_to_a_volume_is_followed(tmp_path):
     (tmp_path / "link").symlink_to("/proc")
     assert FileSystem().mount_point(tmp_path / "link" / "self").as_posix() == "/proc"
+
+
+def test_a_file_on_its_way_makes_no_folder_that_a_directory_is_set_up_with(store):
+    """The volume may have gone since somebody looked whether it is there."""
+    context = store.context
+    layout = context.layout
+    ours = [layout.block(bytes(16)).parent, layout.tokens / "00", layout.nodes / INFO.id / "00", layout.quarantine]
+    setup = (layout.blocks, layout.tokens, layout.nodes, layout.quarantine)
+    for folder in setup:
+        shutil.rmtree(folder)
+    for folder in ours[:3]:
+        with pytest.raises(FileNotFoundError):
+            make_folders(context, folder)
+    make_folders(context, layout.quarantine)
+    assert [folder for folder in setup if folder.exists()] == []
+    for folder in setup:
+        folder.mkdir()
+    for folder in ours[:3]:
+        make_folders(context, folder)
+        assert folder.is_dir()
