@@ -262,8 +262,12 @@ def _freshen_above(context: Context, above: Path, used_ns: int | None) -> list[P
         raise MissingParentError(f"{above.name} is not in the store; publish it first") from error
 
 
-def put_file(context: Context, path: Path, data: Sequence[Buffer], used_ns: int | None = None) -> None:
-    """A small file that no other file depends on (a tokenization, a description), whole or not at all."""
+def put_file(
+    context: Context, path: Path, data: Sequence[Buffer], used_ns: int | None = None, *, durable: bool = True
+) -> None:
+    """A small file that no other file depends on (a tokenization, a description), whole or not at all. If it need not
+    be durable, a power cut may take it.
+    """
     staged = stage(context, data)
     try:
         if used_ns is not None:
@@ -273,7 +277,8 @@ def put_file(context: Context, path: Path, data: Sequence[Buffer], used_ns: int 
     except BaseException:
         context.staging.discard(staged)
         raise
-    context.fs.sync_dir(path.parent)
+    if durable:
+        context.fs.sync_dir(path.parent)
 
 
 def intact(context: Context, ref: BlockRef) -> bool:

@@ -13,11 +13,10 @@ import struct
 from contextlib import suppress
 from pathlib import Path
 
-from kvstore.commit import make_folders
+from kvstore.commit import put_file
 from kvstore.context import Context
 from kvstore.keys import TOKEN_BYTES, checksum, request_key
 from kvstore.manifest import newer_format
-from kvstore.staged import stage
 
 __all__ = ["MAGIC", "MAX_ENTRY_BYTES", "Tokenizations", "decode", "stands"]
 
@@ -56,11 +55,13 @@ class Tokenizations:
         except OSError:
             return None
         tokens = decode(data, key)
-        if tokens is None:
-            if newer_format(data, MAGIC) is None:
-                context.counters.add(damaged=1)
-                context.damaged.add(path)
-        elif context.clock() - status.st_mtime_ns > _TOUCH_AFTER_NS:
+        if tokens is None and newer_format(data, MAGIC) is None:
+            context.counters.add(damaged=1)
+            context.damaged.add(path)
+            return None
+        # Whatever was damaged, somebody has replaced it.
+        context.damaged.discard(path)
+        if tokens is not None and context.clock() - status.st_mtime_ns > _TOUCH_AFTER_NS:
             with suppress(OSError):
                 context.fs.touch(path, context.clock())
         return tokens
@@ -73,15 +74,9 @@ class Tokenizations:
         if len(tokens) > MAX_TOKENS * TOKEN_BYTES or (path.exists() and path not in context.damaged):
             return
         body = _HEAD.pack(MAGIC, FORMAT, len(tokens) // TOKEN_BYTES, key, context.clock()) + tokens
-        staged = stage(context, [body, checksum(body)])
-        try:
-            make_folders(context, path.parent)
-            # Equal keys have equal tokens, so a rename over an entry changes nothing but a damaged one. The folder is
-            # not synced: an entry that a power cut takes costs one tokenization.
-            context.fs.rename(staged, path)
-        except BaseException:
-            context.staging.discard(staged)
-            raise
+        # Equal keys have equal tokens, so a rename over an entry changes nothing but a damaged one. One that a power
+        # cut takes costs one tokenization.
+        put_file(context, path, [body, checksum(body)], durable=False)
         context.damaged.discard(path)
 
     def trim(self, budget: int) -> None:
@@ -106,13 +101,18 @@ class Tokenizations:
 
 
 def stands(context: Context, path: Path, size: int) -> bool:
-    """Whether an entry is there that one of this size need not replace: of that size too, or by a newer kvstore."""
-    with suppress(OSError):
+    """Whether an entry is there that one of this size need not replace: of that size too, or by a newer kvstore. One
+    that cannot be read may be either.
+    """
+    try:
         if os.stat(path, follow_symlinks=False).st_size == size:
             return True
         data, _ = context.fs.read_file(path, MAX_ENTRY_BYTES)
-        return newer_format(data, MAGIC) is not None
-    return False
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return newer_format(data, MAGIC) is not None
 
 
 def _below(folder: Path) -> list[Path]:

@@ -17,16 +17,14 @@ from kvstore.errors import DamagedBlockError, DamagedManifestError
 from kvstore.fsck.data import Headers
 from kvstore.fsck.tree import WIDE, Folder
 from kvstore.fsck.values import UNLIKE, Fault, Inspected, Node, Reader, is_future, newer, seen_of, unopened
-from kvstore.keys import TOKEN_BYTES, root_key
+from kvstore.keys import root_key
 from kvstore.layout import NAME_KEY_BYTES
 from kvstore.manifest import MAGIC, MAX_MANIFEST_BYTES, BlockRef, Manifest, decode
 from kvstore.tokenizations import MAGIC as TOKENS_MAGIC
-from kvstore.tokenizations import MAX_TOKENS
+from kvstore.tokenizations import MAX_ENTRY_BYTES
 from kvstore.tokenizations import decode as decode_tokens
 
 __all__ = ["FolderRead", "inspect_node", "inspect_tokens", "read_folder"]
-
-_MAX_TOKENS_BYTES = 128 + MAX_TOKENS * TOKEN_BYTES
 
 
 @dataclass(slots=True)
@@ -165,7 +163,7 @@ def inspect_tokens(reader: Reader, name: str) -> Inspected | None:
     """Examine one tokenization; None when it is gone. Raises OSError."""
     path = f"{reader.tokens}/{name[:2]}/{name}"
     try:
-        data, status = reader.fs.read_file(path, _MAX_TOKENS_BYTES)
+        data, status = reader.fs.read_file(path, MAX_ENTRY_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -75,6 +75,25 @@ def test_an_entry_of_a_newer_version_is_a_miss_and_stays(store):
     assert store.counters.damaged == 0
 
 
+@pytest.mark.parametrize("newer", [True, False])
+def test_what_was_damaged_and_was_replaced_is_not_replaced_again(store, newer):
+    """By another process, of this version or of a newer one, which alone reads what it wrote."""
+    cache = store.tokenizations(b"s")
+    cache.put(REQUEST, TOKENS)
+    (path,) = files(store)
+    good = path.read_bytes()
+    path.write_bytes(good[:-1])
+    assert cache.get(REQUEST) is None
+    data = good[:-16]
+    if newer:
+        data = data[:8] + b"\x02" + data[9:]
+    path.write_bytes(data + checksum(data))
+    assert cache.get(REQUEST) == (None if newer else TOKENS)
+    there = path.stat()
+    cache.put(REQUEST, TOKENS)
+    assert (path.read_bytes(), path.stat().st_ino) == (data + checksum(data), there.st_ino)
+
+
 def test_a_truncated_entry_is_a_miss(store):
     cache = store.tokenizations(b"s")
     cache.put(REQUEST, TOKENS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from gc_support import TENANT, as_newer, check_valid, publish
 from merge_support import ONE, THREE, TWO, by_end
 from upkeep_support import HARM, assert_restores, flip, grow, invoke, refs
 
+from kvstore import FileSystem
 from kvstore.keys import checksum
 from kvstore.manifest import decode, encode
 from kvstore.merge import merge
@@ -149,6 +152,25 @@ def test_a_damaged_tokenization_of_the_target_gives_way(pair):
     tokenization_of(b.path).write_bytes(b"short")
     assert merge(a.context, b.context).tokenizations == 1
     assert b.tokenizations(b"scope").get(b"request") == bytes(8)
+
+
+def test_a_tokenization_of_the_target_that_cannot_be_read_now_stays(pair, monkeypatch):
+    """A newer kvstore may have written it: nobody knows before the disk answers."""
+    a, b = pair
+    b.tokenizations(b"scope").put(b"request", bytes(12))
+    (path,) = (path for path in b.context.layout.tokens.rglob("*") if path.is_file())
+    before = path.read_bytes()
+    read = FileSystem.read_file
+
+    def failing(fs, asked, limit):
+        if asked == path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read(fs, asked, limit)
+
+    monkeypatch.setattr(FileSystem, "read_file", failing)
+    report = merge(a.context, b.context)
+    assert (report.tokenizations, report.error) == (0, "")
+    assert path.read_bytes() == before
 
 
 def test_what_a_newer_kvstore_wrote_stays_behind_and_is_no_damage(pair):
