@@ -66,7 +66,8 @@ class Forest:
             for name, files in found.items():
                 self._add(name, files)
                 parents.append(self._start(files[0]) + bytes.fromhex(files[0].file.parent))
-            self._set_beside([node for node in marks.nodes if not node.unreadable and self._name(node) in inside])
+            if inside:
+                self._set_beside([node for node in marks.nodes if not node.unreadable and self._name(node) in inside])
         self._above = array("q", (self._number.get(name, _NONE) for name in parents))
         self._children = array("I", bytes(4 * len(parents)))
         for above in self._above:
@@ -180,18 +181,20 @@ class Forest:
         """Bytes of the blocks that some nodes name, each once."""
         return sum(self._sizes[block] for block in {block for number in numbers for block in self._blocks(number)})
 
-    def of_namespace(self, namespace: str) -> Iterator[int]:
-        """The nodes of one namespace."""
-        start = self._namespaces[namespace]
-        return (number for number, name in enumerate(self._names) if name.startswith(start))
-
-    def size_of_namespace(self, namespace: str) -> int:
-        """Bytes of all blocks that a namespace names, each once."""
-        named = {block for number in self.of_namespace(namespace) for block in self._blocks(number)}
-        beside = self._beside.get(self._namespaces[namespace], {}).items()
-        return sum(map(self._sizes.__getitem__, named)) + sum(
-            size for digest, size in beside if self._block.get(digest) not in named
-        )
+    def sizes(self) -> dict[str, int]:
+        """Bytes of all blocks that a namespace names, each once, by namespace. One pass, however many there are."""
+        named: dict[bytes, set[int]] = {start: set() for start in self._namespaces.values()}
+        for number, name in enumerate(self._names):
+            named[name[:_NUMBER_BYTES]].update(self._blocks(number))
+        return {
+            namespace: sum(map(self._sizes.__getitem__, named[start]))
+            + sum(
+                size
+                for digest, size in self._beside.get(start, {}).items()
+                if self._block.get(digest) not in named[start]
+            )
+            for namespace, start in self._namespaces.items()
+        }
 
     def path(self, number: int) -> list[int]:
         """The nodes from the first that is there down to this one. Ends at a node that does not begin before its child:

@@ -169,13 +169,14 @@ def by_namespace(found: Listing, chosen: Iterable[Conversation]) -> list[Namespa
     groups: dict[str, list[Conversation]] = {}
     for each in chosen:
         groups.setdefault(each.namespace, []).append(each)
+    sizes = found.forest.sizes()
     return [
         NamespaceRow(
             namespace,
             group[0].label,
             len(group),
             max(each.tokens for each in group),
-            found.forest.size_of_namespace(namespace),
+            sizes[namespace],
             max(each.used_ns for each in group),
         )
         for namespace, group in groups.items()

@@ -16,7 +16,7 @@ from gc_support import SECOND, TENANT, forge_circle, manifests, prompt, publish,
 from kvstore import FileSystem, State, StateTensor
 from kvstore.forest import Forest
 from kvstore.layout import NodeName
-from kvstore.listing import branches, by_namespace, listing
+from kvstore.listing import Conversation, Listing, branches, by_namespace, listing
 from kvstore.manifest import decode
 from kvstore.marking import Marked, Marks
 from kvstore.merge import merge
@@ -261,3 +261,27 @@ def test_a_node_that_is_not_shown_takes_few_bytes():
         tracemalloc.stop()
     assert (leaf.nodes, leaf.size, leaf.own) == (5000, 5_000_000, 5_000_000)
     assert peak / leaf.nodes < 600
+
+
+def test_namespaces_are_added_up_in_one_pass():
+    """However many there are: a tenant with a salt of its own has one of its own."""
+
+    class Walked(list):
+        times = 0
+
+        def __iter__(self):
+            Walked.times += 1
+            return super().__iter__()
+
+    marked = []
+    for at in range(60):
+        space, key = (hashlib.md5(b"%d %d" % (kind, at)).hexdigest() for kind in range(2))
+        name = NodeName("00" * 16, 64, key, "0" * 18).file("kv")
+        blocks = ((bytes.fromhex(key), 1000 + at), (bytes(16), 7))
+        marked.append(Marked(NodeFile(space, name, 9000, 12288, at, at), 0, blocks))
+    forest = Forest([Marks(marked)])
+    leaves = [Conversation(label="", **leaf._asdict()) for leaf in forest.conversations()]
+    forest._names = Walked(forest._names)
+    rows = by_namespace(Listing(leaves, 0, 0, forest), leaves)
+    assert sorted(row.size for row in rows) == [1007 + at for at in range(60)]
+    assert Walked.times == 1
