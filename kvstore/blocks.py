@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.errors import DamagedBlockError, PublishError
-from kvstore.keys import Buffer
+from kvstore.keys import Buffer, flat
 from kvstore.manifest import BlockRef
 from kvstore.untrusted import JSON_ERRORS, MAX_ELEMENTS, is_plain, parse
 
 __all__ = [
     "DTYPE_BYTES",
+    "MISTAKES",
     "Span",
     "TensorBuffer",
     "TensorSpec",
@@ -70,6 +71,9 @@ one costs 1.2 us, so this is what a hostile header costs at most."""
 
 MAX_NAMES = 12_000
 """Colons: four for each tensor, and some thousand for a state's values. As many names as fit cost more than tensors."""
+
+MISTAKES = (*JSON_ERRORS, BufferError)
+"""What it raises to make a header of what a caller should not have given, or to look at data that are no buffers."""
 
 _LENGTH_BYTES = 8
 
@@ -149,12 +153,23 @@ class Span:
 
 
 def block_parts(span: Span) -> tuple[list[Buffer], int]:
-    """The file of a span as buffers to write, and its payload offset; raises PublishError when data do not fit."""
-    head = block_head(span.specs, span.first, span.count, span.phase)
-    if sum(memoryview(part).nbytes for part in span.data) != span.payload_bytes:
+    """The file of a span as buffers to write, and its payload offset.
+
+    Raises PublishError for data that do not fit or are not contiguous, and for tensors that no reader takes: sizes are
+    plain integers (numpy's are not), names are strings. That is for the reader to say, so the header is read back.
+    """
+    try:
+        head = block_head(span.specs, span.first, span.count, span.phase)
+        size = span.payload_bytes
+        if sum(flat(part).nbytes for part in span.data) != size:
+            raise PublishError(f"the data of tokens {span.first} to {span.end} are not {size} bytes of {span.specs}")
+        found = read_specs(head, BlockRef(b"", len(head) + size, span.first, span.count, len(head)))
+        if [spec.name for spec in found] != [spec.name for spec in span.specs]:
+            raise PublishError("tensors have strings for names")
+    except (DamagedBlockError, *MISTAKES) as error:
         raise PublishError(
-            f"the data of tokens {span.first} to {span.end} are not {span.payload_bytes} bytes of {span.specs}"
-        )
+            f"a span that nobody could read (sizes are plain integers, names are strings): {error!s:.200}"
+        ) from error
     return [head, *span.data], len(head)
 
 

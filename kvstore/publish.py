@@ -9,16 +9,16 @@ Failures raise. The caller (an engine adapter's writer thread) counts them, drop
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 from kvstore.blocks import MAX_HEADER_BYTES, Span, TensorSpec, block_parts, read_specs
 from kvstore.children import names, sharing
 from kvstore.commit import existing, intact, node_path, put_block, put_node
 from kvstore.context import Context, Space
 from kvstore.errors import DamagedBlockError, MissingParentError, PublishError
+from kvstore.fs import mostly_holes
 from kvstore.keys import TOKEN_BYTES, node_key
 from kvstore.lookup import Chunk, chunks, common_tokens, load_manifest
 from kvstore.manifest import BlockRef
@@ -50,9 +50,9 @@ def publish(space: Space, packed: bytes, spans: Sequence[Span]) -> Published:
     the border are referenced, not written again.
 
     Raises MissingParentError when what comes before the first span is not in the store, PublishError for spans that do
-    not follow each other, cross a chunk border, or have other tensors than the rest of the prompt, LockTimeoutError,
-    FormatVersionError where a newer kvstore has published the node, and OSError from the file system. Nodes before the
-    failing one stay published.
+    not follow each other, cross a chunk border, have other tensors than the rest of the prompt, or hold what no reader
+    takes (kvstore.blocks.block_parts), LockTimeoutError, FormatVersionError where a newer kvstore has published the
+    node, and OSError from the file system. Nodes before the failing one stay published.
     """
     _check(space, packed, spans)
     written = nodes = new = 0
@@ -63,17 +63,10 @@ def publish(space: Space, packed: bytes, spans: Sequence[Span]) -> Published:
     for span, (parent, chunk) in zip(spans, ways, strict=True):
         if parent is not None:
             _require(space, parent)
-        if span.first == chunk.first:
-            above = before
-            if parent is not None:
-                above = _blocks_of(space, parent) if before is None else before
-                _check_alike(span, above)
-            before = ()
-        else:
-            above = before = _blocks_before(space, chunk, span.first) if before is None else before
-            _check_alike(span, before)
-        alike = partial(_check_tensors, space, span, above, known)
-        before, done = _publish_node(space, parent, chunk, before, span, check=alike)
+        if before is None:
+            before = _blocks_before(space, parent, chunk, span.first)
+        _check_alike(span, before)
+        before, done = _publish_node(space, parent, chunk, before, span, known=known)
         known = span if done.nodes else None
         written += done.written
         new += done.blocks
@@ -86,6 +79,8 @@ def _check(space: Space, packed: bytes, spans: Sequence[Span]) -> None:
     interval = space.context.interval
     if not spans:
         raise PublishError("there is nothing to publish")
+    if not all(isinstance(span, Span) and {type(span.first), type(span.count)} == {int} for span in spans):
+        raise PublishError("spans are Span, and plain integers say where they begin and how long they are")
     at = spans[0].first
     for span in spans:
         if span.first != at or span.count < 1 or span.first < 0:
@@ -100,22 +95,19 @@ def _check(space: Space, packed: bytes, spans: Sequence[Span]) -> None:
 def _check_alike(span: Span, before: tuple[BlockRef, ...] | None) -> None:
     """A prompt has tensors everywhere or nowhere: a restore would take what was never filled for saved.
 
-    before: blocks of the node that the span goes on from; None when it cannot be read, which a restore sees, too.
+    before: see _blocks_before.
     """
     if before is not None and bool(before) != bool(span.specs):
         ours, theirs = ("tensors", "have none") if span.specs else ("no tensors", "do")
         raise PublishError(f"tokens {span.first} to {span.end} have {ours}, but those before them {theirs}")
 
 
-def _check_tensors(space: Space, span: Span, before: tuple[BlockRef, ...] | None, known: Span | None) -> None:
+def _check_tensors(context: Context, span: Span, before: BlockRef, known: Span | None) -> None:
     """A restore has one set of buffers for the whole prompt, and ends before a block with other tensors.
 
-    known: the span before, if it was just written; otherwise the header of its block, the last of those before, is
-    read.
+    known: the span before, if it was just written; otherwise the header of its block is read.
     """
-    if not before or not span.specs:
-        return
-    if _layout(known.specs) != _layout(span.specs) if known else _holds_others(space.context, before[-1], span.specs):
+    if _layout(known.specs) != _layout(span.specs) if known else _holds_others(context, before, span.specs):
         raise PublishError(f"tokens {span.first} to {span.end} have other tensors than those before them")
 
 
@@ -125,19 +117,19 @@ def _layout(specs: Sequence[TensorSpec]) -> list[tuple[str | int, ...]]:
 
 def _holds_others(context: Context, ref: BlockRef, specs: Sequence[TensorSpec]) -> bool:
     """Whether a block has other tensors than these. One that cannot be read is left to the restore. So is a damaged
-    one, as a flipped bit in a name must not refuse what is right: it is read whole before anything is refused.
+    one, as a flipped bit in a name must not refuse what is right: it is read whole before anything is refused, with
+    rests beside an engine at work.
     """
     try:
-        with context.fs.open_read(context.layout.block(ref.digest)) as (fd, _):
+        with context.fs.open_read(context.layout.block(ref.digest)) as (fd, status):
+            if status.st_size != ref.size or mostly_holes(fd, status):
+                return False
             found = read_specs(os.pread(fd, min(ref.payload, MAX_HEADER_BYTES), 0), ref)
-            return _layout(found) != _layout(specs) and digest_of_file(fd, ref.size) == ref.digest
+            if _layout(found) == _layout(specs):
+                return False
+            return digest_of_file(fd, ref.size, context.pace.resting()) == ref.digest
     except (OSError, EOFError, DamagedBlockError):
         return False
-
-
-def _blocks_of(space: Space, chunk: Chunk) -> tuple[BlockRef, ...] | None:
-    manifest = load_manifest(space, node_path(space, chunk))
-    return None if manifest is None else manifest.blocks
 
 
 def _chunks_of(space: Space, packed: bytes, spans: Sequence[Span]) -> list[tuple[Chunk | None, Chunk]]:
@@ -175,7 +167,18 @@ def _require(space: Space, chunk: Chunk) -> None:
         space.context.fs.touch(path, space.context.clock())
 
 
-def _blocks_before(space: Space, chunk: Chunk, border: int) -> tuple[BlockRef, ...]:
+def _blocks_before(space: Space, parent: Chunk | None, chunk: Chunk, first: int) -> tuple[BlockRef, ...] | None:
+    """Blocks of the node that a span of the chunk goes on from when it begins at this token.
+
+    None when there is none, or it cannot be read, which a restore sees, too.
+    """
+    if first > chunk.first:
+        return _blocks_within(space, chunk, first)
+    manifest = None if parent is None else load_manifest(space, node_path(space, parent))
+    return None if manifest is None else manifest.blocks
+
+
+def _blocks_within(space: Space, chunk: Chunk, border: int) -> tuple[BlockRef, ...]:
     """Blocks that hold the chunk's tokens up to border, from any node that shares them and has a border there.
 
     Empty for a tail that ends there and has none: its engine keeps nothing per token.
@@ -202,24 +205,26 @@ def _publish_node(
     space: Space,
     parent: Chunk | None,
     chunk: Chunk,
-    before: tuple[BlockRef, ...],
+    before: tuple[BlockRef, ...] | None,
     span: Span,
     *,
-    check: Callable[[], None],
+    known: Span | None,
 ) -> tuple[tuple[BlockRef, ...], Published]:
-    """Write one span's block and its node, if they are not there, and check passes; the node's blocks, and what was
-    done.
+    """Write one span's block and its node, if they are not there; the node's blocks, and what was done.
+
+    before: see _blocks_before. known: see _check_tensors.
     """
     copied: list[int] = []
     if (there := existing(space, chunk, "kv", bare=not span.specs, wrote=copied.append)) is not None:
         return there.blocks, Published(span.end, 0, sum(copied))
-    check()
     new = 0
-    refs = before
+    refs = before if before and span.first > chunk.first else ()
     if span.specs:
         parts, payload = block_parts(span)
+        if before:
+            _check_tensors(space.context, span, before[-1], known)
         ref, new = put_block(space.context, parts, payload, span.first, span.count, decode=span.decode)
-        refs = (*before, ref)
+        refs = (*refs, ref)
     above = None if parent is None else node_path(space, parent)
     return refs, Published(span.end, 1, new + put_node(space, chunk, "kv", refs, above), new)
 

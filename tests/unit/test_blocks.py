@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -141,13 +142,47 @@ def test_data_of_another_size_than_the_tensors_are_refused(size):
         (TensorSpec("0", "U8", 0, (4,)),),
         (TensorSpec("0", "U8", 1, (4, 0)),),
         (TensorSpec("0", "U8", -1, (-4,)),),
+        (TensorSpec("0", "U8", 2.0, (4,)),),
+        (TensorSpec("0", "U8", 2, (4.0,)),),
+        (TensorSpec("0", "U8", True, (4,)),),
+        (TensorSpec("0", "U8", np.int64(2), (4,)),),
+        (TensorSpec("0", ["U8"], 1, (4,)),),
+        (TensorSpec(1, "U8", 1, (4,)),),
+        (TensorSpec(None, "U8", 1, (4,)),),
+        (TensorSpec(1, "U8", 1, (4,)), TensorSpec("1", "U8", 1, (4,))),
+        (TensorSpec(b"0", "U8", 1, (4,)),),
+        (TensorSpec(["0"], "U8", 1, (4,)),),
     ],
-    ids=["twice", "metadata", "dtype", "no heads", "zero size", "negative"],
+    ids=repr,
 )
 def test_tensors_that_a_reader_would_refuse_are_not_written(specs):
-    size = sum(max(0, spec.outer * 4 * int(np.prod(spec.inner))) for spec in specs)
+    size = int(sum(max(0, spec.outer * 4 * int(np.prod(spec.inner))) for spec in specs))
     with pytest.raises(PublishError):
         block_parts(Span(0, 4, specs, [bytes(size)]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"specs": None}, "nobody could read"),
+        ({"specs": (HALF, None)}, "nobody could read"),
+        ({"specs": (replace(HALF, inner=None), BYTE)}, "nobody could read"),
+        ({"data": None}, "nobody could read"),
+        ({"data": ["x" * 68]}, "nobody could read"),
+        ({"data": [memoryview(bytes(136))[::2]]}, "contiguous"),
+        ({"data": [np.asfortranarray(FLOATS), BYTES]}, "contiguous"),
+        ({"phase": 1.5}, "nobody could read"),
+    ],
+    ids=["no specs", "no spec", "no shape", "no data", "text", "strided", "by columns", "phase"],
+)
+def test_what_is_no_tensor_and_no_data_is_a_publish_error(changes, words):
+    with pytest.raises(PublishError, match=words):
+        block_parts(replace(two(), **changes))
+
+
+@pytest.mark.parametrize("inner", [[3], (3,)], ids=repr)
+def test_specs_may_be_lists(inner):
+    assert whole(replace(two(), specs=[replace(HALF, inner=inner), BYTE])) == whole(two())
 
 
 def test_a_header_that_a_reader_would_refuse_is_not_written():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from core_support import INFO, SPECS, block_files, kv, node_files, open_store, prompt, restore, span, spans
 
+import kvstore.publish
 from kvstore import (
     Durability,
     FileSystem,
@@ -17,8 +19,11 @@ from kvstore import (
     NamespaceInfo,
     PublishError,
     Span,
+    TensorSpec,
     TokenError,
 )
+from kvstore.blocks import block_head
+from kvstore.manifest import decode, encode
 from kvstore.namespace import read_label
 
 TOKENS = prompt(100)
@@ -51,6 +56,45 @@ def test_data_that_do_not_fit_are_refused(tmp_path, space):
     with pytest.raises(PublishError, match="bytes"):
         space.publish(TOKENS, [Span(0, 5, SPECS, kv(TOKENS, 0, 4))])
     assert block_files(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"first": None},
+        {"first": 0.0},
+        {"count": 16.0},
+        {"count": np.int64(16)},
+        {"specs": (replace(SPECS[0], outer=2.0), *SPECS[1:])},
+        {"specs": (replace(SPECS[0], outer=np.int64(2)), *SPECS[1:])},
+        {"specs": (replace(SPECS[0], inner=(4.0,)), *SPECS[1:])},
+        {"specs": (*SPECS[:2], replace(SPECS[2], outer=True))},
+        {"specs": (replace(SPECS[0], name=1), *SPECS[1:])},
+        {"specs": (replace(SPECS[0], name=1), replace(SPECS[1], name="1"), SPECS[2])},
+        {"specs": (replace(SPECS[0], dtype=["BF16"]), *SPECS[1:])},
+        {"data": [memoryview(bytes(2 * span(TOKENS, 0, 16).payload_bytes))[::2]]},
+        {"data": None},
+        {"phase": 1.5},
+    ],
+)
+def test_what_no_reader_takes_is_refused_and_counted(tmp_path, store, space, node, changes):
+    if node:
+        space.publish(TOKENS, spans(TOKENS, 0, 16))
+    before = node_files(tmp_path / "cache"), block_files(tmp_path / "cache")
+    with pytest.raises(PublishError):
+        space.publish(TOKENS, [replace(span(TOKENS, 16 * node, 16 * node + 16), **changes)])
+    assert (node_files(tmp_path / "cache"), block_files(tmp_path / "cache")) == before
+    assert store.counters.failed_publishes == 1
+
+
+def test_what_is_no_span_is_refused_and_counted(store, space):
+    with pytest.raises(PublishError, match="plain integers"):
+        space.publish(TOKENS, [*spans(TOKENS, 0, 16), (16, 32)])
+    space.publish(TOKENS, spans(TOKENS, 0, 16))
+    with pytest.raises(PublishError, match="nobody could read"):
+        space.publish_state(TOKENS[:16], None)
+    assert store.counters.failed_publishes == 2
 
 
 def test_a_node_whose_tensors_end_in_the_middle_is_refused(space):
@@ -159,6 +203,39 @@ def test_a_block_before_that_cannot_be_read_stops_no_publish(space, tmp_path):
     (block,) = block_files(tmp_path / "cache")
     block.write_bytes(bytes(block.stat().st_size))
     assert space.publish(TOKENS, spans(TOKENS, 16, 32)).end == 32
+
+
+@pytest.mark.parametrize("size", [-1, 1, 1 << 28])
+def test_a_block_before_that_is_no_block_is_not_read_to_tell_its_tensors(space, tmp_path, monkeypatch, size):
+    """A forged one takes 4 KiB on disk, is any number of gigabytes long, and has an honest header."""
+    space.publish(TOKENS, [unlike(0, 16)])
+    (block,) = block_files(tmp_path / "cache")
+    (node,) = node_files(tmp_path / "cache")
+    ref = decode(node.read_bytes()).blocks[0]
+    if size > 1:
+        large = replace(SPECS[0], inner=(size,))
+        head = block_head((large,), 0, 16, 0)
+        ref = replace(ref, size=len(head) + large.span_bytes(16), payload=len(head))
+        node.write_bytes(encode(replace(decode(node.read_bytes()), blocks=(ref,))))
+        block.write_bytes(head)
+    os.truncate(block, ref.size if size > 1 else ref.size + size)
+
+    def read(*_):
+        raise AssertionError("read")
+
+    monkeypatch.setattr(kvstore.publish, "digest_of_file", read)
+    assert space.publish(TOKENS, spans(TOKENS, 16, 32)).end == 32
+
+
+def test_a_block_before_is_read_at_the_pace_of_a_publish(store, space):
+    large = TensorSpec("k", "U8", 1, (1 << 20,))
+    space.publish(TOKENS, [unlike(0, 16, [large])])
+    rests = []
+    store.context.pace._sleep = rests.append
+    store.context.pace.share = lambda: 0.1
+    with pytest.raises(PublishError, match="other tensors"):
+        space.publish(TOKENS, spans(TOKENS, 16, 32))
+    assert rests
 
 
 def test_blocks_of_other_tensors_end_the_restore_where_they_begin(space, tmp_path):
