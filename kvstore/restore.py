@@ -21,6 +21,7 @@ from kvstore.keys import TOKEN_BYTES
 from kvstore.lookup import Match, Step, common_tokens, load_manifest
 from kvstore.manifest import BlockRef, Manifest
 from kvstore.scatter import Allocate, OpenBlock, scatter
+from kvstore.states import digest_of_file
 
 __all__ = ["Allocate", "Restored", "read"]
 
@@ -49,7 +50,8 @@ class Restored:
 def read(match: Match, allocate: Allocate, threads: int = THREADS) -> Restored:
     """Restore a match; Restored(0, 0, 0) when nothing of it could be read.
 
-    allocate is called once, when the first blocks are open, and not at all when none opens or there is none.
+    allocate is called once, when the first blocks are open, and not at all when none opens or there is none. What it
+    raises for tensors of a block that is whole is raised here.
     """
     with match.space.context.reading(step.where for step in match.steps):
         return _read(match, allocate, threads)
@@ -99,12 +101,15 @@ def _read_windows(
             bad = _open_window(context, refs[len(good) : len(good) + _WINDOW], specs, opened)
             if not opened:
                 break
-            specs = opened[0].specs
-            if not memory:
-                end = refs[-1].first + refs[-1].count
-                memory = allocate(specs, end)
-                for spec in specs:
-                    memory[spec.name].check(spec, end)
+            if specs is None:
+                specs = opened[0].specs
+                try:
+                    memory = _memory(allocate, specs, refs[-1].first + refs[-1].count)
+                except Exception:
+                    # The header was not checked yet: a flipped bit in a name gives the engine tensors that it has not.
+                    if (error := _fault(opened[0])) is None:
+                        raise
+                    return [], _ended(context, opened[0].ref, error)
             read, damaged = _read_all(context, opened, memory, threads)
         finally:
             for block in opened:
@@ -115,13 +120,24 @@ def _read_windows(
     return good, bad
 
 
+def _memory(allocate: Allocate, specs: tuple[TensorSpec, ...], tokens: int) -> Mapping[str, TensorBuffer]:
+    memory = allocate(specs, tokens)
+    for spec in specs:
+        memory[spec.name].check(spec, tokens)
+    return memory
+
+
 def _open_window(
     context: Context, refs: list[BlockRef], expected: tuple[TensorSpec, ...] | None, opened: list[OpenBlock]
 ) -> BlockRef | None:
-    """Open blocks into opened, in order, until one is missing or damaged, which is returned, or cannot be read now."""
+    """Open blocks into opened, in order, until one is missing or damaged, which is returned, or cannot be read now, or
+    has other tensors than the one before it. expected: those of blocks that were found whole, if any were.
+
+    Which of two unlike ones is damaged shows when those before were read: the later one is the first of a window then.
+    """
     for ref in refs:
         try:
-            block = _open(context, ref, expected)
+            block = _open(context, ref)
         except OSError as error:
             # Those that are open are read and closed, then it goes on. With not even one, it is a miss but no damage.
             if not opened:
@@ -129,9 +145,40 @@ def _open_window(
             return None
         if block is None:
             return ref
+        if expected is not None and block.specs != expected:
+            try:
+                return None if opened else _unlike(context, block)
+            finally:
+                close_read(block.fd)
         expected = block.specs
         opened.append(block)
     return None
+
+
+def _unlike(context: Context, block: OpenBlock) -> BlockRef | None:
+    """What ends a restore at a block with other tensors than whole ones before it; see _ended.
+
+    One that is whole itself has no place in this prompt: its node is what is replaced, and not its file.
+    """
+    if (error := _fault(block)) is not None:
+        return _ended(context, block.ref, error)
+    context.counters.add(damaged=1)
+    path = context.layout.block(block.ref.digest)
+    _warn(f"block {path} holds other tensors than those before it; computing from token {block.ref.first}")
+    return block.ref
+
+
+def _fault(block: OpenBlock) -> Exception | None:
+    """What is wrong with an open block, which is read whole to tell; None for one that is what its name says."""
+    try:
+        if digest_of_file(block.fd, block.ref.size) == block.ref.digest:
+            return None
+    except EOFError as error:
+        return DamagedBlockError(str(error))
+    except OSError as error:
+        # A new one: what was raised refers to what the engine raised before, and so, in a cycle, to its memory.
+        return OSError(error.errno, error.strerror)
+    return DamagedBlockError("digest does not match its bytes")
 
 
 def _refs(match: Match) -> tuple[list[Step], list[BlockRef]]:
@@ -175,9 +222,9 @@ def _continues(manifest: Manifest, step: Step, parent: bytes) -> bool:
     return manifest.kind == "kv" and manifest.parent == parent and manifest.first == step.first
 
 
-def _open(context: Context, ref: BlockRef, expected: tuple[TensorSpec, ...] | None) -> OpenBlock | None:
-    """A block with its header read and compared with the first block's tensors; None (counted) when it is missing or
-    damaged. Raises OSError when it cannot be opened or read now.
+def _open(context: Context, ref: BlockRef) -> OpenBlock | None:
+    """A block with its header read; None (counted) when it is missing or damaged. Raises OSError when it cannot be
+    opened or read now.
     """
     path = context.layout.block(ref.digest)
     try:
@@ -199,16 +246,14 @@ def _open(context: Context, ref: BlockRef, expected: tuple[TensorSpec, ...] | No
         if mostly_holes(fd, status):
             raise DamagedBlockError("is mostly holes")
         head = os.pread(fd, ref.payload, 0)
-        specs = read_specs(head, ref)
-        if expected is not None and specs != expected:
-            raise DamagedBlockError("holds other tensors than the block before it")
-    except (OSError, DamagedBlockError) as error:
+        return OpenBlock(ref, fd, head, read_specs(head, ref))
+    except BaseException as error:
+        # An interrupt, too: the caller closes only what it was given.
         close_read(fd)
-        if not is_damage(error):
-            raise
-        _damaged(context, ref, error)
-        return None
-    return OpenBlock(ref, fd, head, specs)
+        if isinstance(error, OSError | DamagedBlockError) and is_damage(error):
+            _damaged(context, ref, error)
+            return None
+        raise
 
 
 def _read_all(
@@ -224,11 +269,16 @@ def _read_all(
             _note_damaged(context, ref)
     (first, error), *_ = bad
     good = [block.ref for block in opened if block.ref.first < first.first]
+    return good, _ended(context, first, error)
+
+
+def _ended(context: Context, ref: BlockRef, error: Exception) -> BlockRef | None:
+    """Say why a restore ends at a block; that block, if it is damaged and did not only fail to be read now."""
     if isinstance(error, OSError) and not is_damage(error):
-        _unread(context, first, error)
-        return good, None
-    _damaged(context, first, error)
-    return good, first
+        _unread(context, ref, error)
+        return None
+    _damaged(context, ref, error)
+    return ref
 
 
 def _unread(context: Context, ref: BlockRef, error: OSError) -> None:

@@ -147,7 +147,8 @@ def restore(found: Found, room: int, *, state: bool = False, prefill_only: bool 
     try:
         return _restore(found, room, state, prefill_only)
     except ValueError as error:
-        # Whole by its digests, and nothing that this model writes: somebody else's doing, and a miss like any other.
+        # Whole by its digests, which the store looks at before it lets a refusal of tensors pass, and nothing that this
+        # model writes: somebody else's doing, and a miss like any other.
         log.warning("kvstore: what is saved of a prompt does not fit the model (%s); computing instead", error)
         return None
 

@@ -26,6 +26,7 @@ from core_support import (
     spans,
 )
 
+import kvstore.restore
 from kvstore import FileSystem, Span, TensorBuffer, TensorSpec
 from kvstore.blocks import block_head
 from kvstore.fsck import check
@@ -299,6 +300,26 @@ def test_descriptors_are_closed_whatever_happens(space):
     block_of(space, TOKENS, 1).write_bytes(b"")
     restore(space, TOKENS)
     assert (highest_free(), len(os.listdir("/dev/fd"))) == before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_descriptors_are_closed_when_opening_is_interrupted(space, monkeypatch, error):
+    space.publish(TOKENS, spans(TOKENS, 0, 16, 32, 40))
+    before = highest_free(), len(os.listdir("/dev/fd"))
+    calls, real = [], kvstore.restore.read_specs
+
+    def interrupted(head, ref):
+        calls.append(ref)
+        if len(calls) == 3:
+            raise error
+        return real(head, ref)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kvstore.restore, "read_specs", interrupted)
+        with pytest.raises(error):
+            space.read(space.lookup(TOKENS), Memory())
+    assert (highest_free(), len(os.listdir("/dev/fd"))) == before
+    assert restore(space, TOKENS).tokens == 40
 
 
 def test_a_close_that_fails_takes_nothing_from_a_restore(space, monkeypatch):
