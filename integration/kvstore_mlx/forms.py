@@ -76,6 +76,16 @@ class ModelSpace:
             raise ValueError(f"{exactly} tokens are quantized, which an engine does from {form.least} on")
         return form, Live(form.plan, caches, index, exactly)
 
+    def check(self, caches: Sequence[Any], tokens: int, logits: Any | None = None) -> None:
+        """ValueError unless these are caches of this model that hold exactly so many tokens, and its logits. For what a
+        caller hands over; it computes nothing.
+        """
+        try:
+            _, live = self.look(caches, None, tokens)
+            live.check(logits)
+        except (TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"these are no caches and logits of this model: {error}") from error
+
     def row_bytes(self, tokens: int) -> int:
         """Bytes that the blocks of a prompt of so many tokens take, in the form that it has then."""
         *_, form = (form for form in self.forms if form.least <= tokens)

@@ -5,7 +5,7 @@ Both are copies: the engine goes on updating its buffers in place while another 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -19,7 +19,18 @@ from kvstore_mlx.codecs import Snapshot
 from kvstore_mlx.plan import Plan
 from kvstore_mlx.pool import Loan
 
-__all__ = ["EXTRA", "LOGITS", "Extras", "ExtrasHook", "Live", "Rows", "state_of", "taken_apart"]
+__all__ = [
+    "EXTRA",
+    "LOGITS",
+    "Extras",
+    "ExtrasHook",
+    "HookError",
+    "Live",
+    "Rows",
+    "captured",
+    "state_of",
+    "taken_apart",
+]
 
 LOGITS = "logits"
 """The name of next-token logits in a state: one row ``[vocabulary]`` of the model's own dtype."""
@@ -52,6 +63,28 @@ class ExtrasHook(Protocol):
 
     def restore(self, extras: Extras | None) -> None:
         """Take up what was captured at the restored boundary, or begin anew (None) when nothing was restored."""
+
+
+class HookError(Exception):
+    """An engine's own hook failed, or gave what cannot be saved: no bug of kvstore's. Its cause is what was raised."""
+
+
+def captured(capture: Callable[[], Extras]) -> Extras:
+    """What a hook attaches; HookError when there is nothing to attach."""
+    try:
+        extras = capture()
+    except Exception as error:
+        raise HookError(f"the extras hook failed: {str(error) or type(error).__name__}") from error
+    if not isinstance(extras, Extras):
+        raise HookError(f"the extras hook gave {type(extras).__name__}, not Extras")
+    for name, tensor in extras.tensors.items():
+        if tensor is not None and (not isinstance(tensor, mx.array) or tensor.dtype not in DTYPES):
+            what = tensor.dtype if isinstance(tensor, mx.array) else type(tensor).__name__
+            raise HookError(f"the extras hook gave {what} as tensor {name}, which cannot be saved")
+    for name, value in extras.values.items():
+        if value is not None and not isinstance(value, bool | int | float | str):
+            raise HookError(f"the extras hook gave {type(value).__name__} as value {name}, which cannot be saved")
+    return extras
 
 
 @dataclass(frozen=True)
@@ -100,6 +133,16 @@ class Live:
         if held is None:
             raise ValueError("no layer says how many tokens it holds")
         return held
+
+    def check(self, logits: Any | None = None) -> None:
+        """ValueError when a layer holds another number of tokens, or other tensors than the model's, or logits are not
+        the model's. Computes nothing.
+        """
+        self.plan.starts(self.caches, self.index, self.exactly)
+        self.plan.buffers(self.caches)
+        self.plan.snapshot(self.caches, self.index)
+        if logits is not None:
+            self.plan.check_logits(logits)
 
     @cached_property
     def rows(self) -> Rows:

@@ -172,12 +172,17 @@ class Plan:
         ]
 
     def arrays(self, caches: Sequence[Any]) -> list[Any]:
-        """The live buffers of every part, checked against the plan; evaluated, because a memoryview needs that."""
+        """The live buffers of every part; evaluated, because a memoryview needs that."""
+        arrays = self.buffers(caches)
+        mx.eval(arrays)
+        return arrays
+
+    def buffers(self, caches: Sequence[Any]) -> list[Any]:
+        """The same as they are, checked against the plan."""
         arrays = [array for _, cache, codec in self._match(caches) for array in codec.arrays(cache)]
         for part, array in zip(self.parts, arrays, strict=True):
             if _part(part.name, array) != part:
                 raise ValueError(f"{part.name} is {array.dtype}{list(array.shape)}, not {part}")
-        mx.eval(arrays)
         return arrays
 
     def starts(self, caches: Sequence[Any], index: int | None, exactly: int | None) -> list[int]:

@@ -18,7 +18,7 @@ from kvstore.states import State
 from kvstore_mlx.boundaries import MIN_TOKENS
 from kvstore_mlx.forms import Form, ModelSpace
 from kvstore_mlx.housekeeping import Fate
-from kvstore_mlx.live import Extras, Live, Rows
+from kvstore_mlx.live import Extras, Live, Rows, captured
 from kvstore_mlx.pool import Loan
 from kvstore_mlx.writer import Boundary, Job, Writer
 
@@ -176,7 +176,7 @@ class Recording:
         self._save(form, live, end)
 
     def _state(self, live: Live, *, decode: bool, logits: Any | None = None) -> State:
-        extras = None if self._extras is None else self._extras()
+        extras = None if self._extras is None else captured(self._extras)
         return live.state(decode=decode, phase=self._phase, logits=logits, extras=extras)
 
     def _save(self, form: Form, live: Live, end: int) -> None:

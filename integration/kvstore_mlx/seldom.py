@@ -22,7 +22,12 @@ class Seldom:
     def due(self, kind: Hashable) -> bool:
         """Whether to say it now; it counts as said then."""
         now = self._monotonic()
-        if kind in self._said and now - self._said[kind] < self._every_s:
+        said = self._said.get(kind)
+        if said is not None and now - said < self._every_s:
             return False
+        # What may be said again need not be remembered: of kinds there may be any number in time.
+        for other, at in list(self._said.items()):
+            if now - at >= self._every_s:
+                self._said.pop(other, None)
         self._said[kind] = now
         return True

@@ -21,6 +21,7 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from kvstore.keys import pack_tokens
 from kvstore.store import Store
 from kvstore_mlx.boundaries import MIN_TOKENS, Saving, boundaries
 from kvstore_mlx.buffers import address_phase
@@ -41,9 +42,6 @@ from kvstore_mlx.turns import Turns, outcome
 from kvstore_mlx.writer import Writer
 
 __all__ = ["Session"]
-
-_MISTAKES = (ValueError, TypeError, AttributeError)
-"""What wrong arguments of a caller's own loop end in."""
 
 
 class Session:
@@ -172,9 +170,9 @@ class Session:
             recording.prepare()
         return recording
 
-    def _save(self, run: Run, step: Callable[[], None], mistakes: tuple[type[Exception], ...] = ()) -> None:
+    def _save(self, run: Run, step: Callable[[], None]) -> None:
         """A step of saving. When it fails it was the last one of this answer."""
-        if not self._guard.done(step, mistakes):
+        if not self._guard.done(step):
             run.recording = None
 
     def _record(
@@ -210,14 +208,20 @@ class Session:
             recording.on_written = wrote
 
     def finish(self, run: Run, tokens: Sequence[int]) -> None:
-        """Save what was generated. tokens are the prompt and all tokens that were forwarded after it."""
+        """Save what was generated. tokens are the prompt and all tokens that were forwarded after it; ValueError when
+        they are not what the run's caches hold.
+        """
+        held = list(tokens)
         with self._turns.taken:
-            self._finish(run, tokens, _MISTAKES)
+            if held[: len(run.tokens)] != run.tokens:
+                raise ValueError("finish wants the prompt of the run, and what was forwarded after it")
+            self._can_be_saved(held, run.caches)
+            self._finish(run, held)
 
-    def _finish(self, run: Run, tokens: Sequence[int], mistakes: tuple[type[Exception], ...] = ()) -> None:
+    def _finish(self, run: Run, tokens: Sequence[int]) -> None:
         recording = run.recording
         if recording is not None:
-            self._save(run, lambda: recording.finished(run.caches, len(tokens), tokens), mistakes)
+            self._save(run, lambda: recording.finished(run.caches, len(tokens), tokens))
         if self._writer is not None:
             self._writer.idle()
 
@@ -228,8 +232,8 @@ class Session:
 
         decoded: whether any of the tokens was generated rather than prefilled; an exact session leaves them all then.
         logits ``[vocabulary]`` are those after
-        the last one, so that the next exact hit needs no forward pass. ValueError when the caches are not this model's,
-        or hold another number of tokens.
+        the last one, so that the next exact hit needs no forward pass. ValueError when the caches or the logits are not
+        this model's, or the caches hold another number of tokens.
         """
         held = list(tokens)
 
@@ -240,7 +244,17 @@ class Session:
                 recording.finished(caches, len(held), held, logits=logits)
 
         with self._turns.taken:
-            self._guard.done(publish, _MISTAKES)
+            if self._can_be_saved(held, caches, logits):
+                self._guard.done(publish)
+
+    def _can_be_saved(self, tokens: list[int], caches: Sequence[Any], logits: Any | None = None) -> bool:
+        """Whether what a caller hands over can be: not without a directory, nor with images. A mistake is raised, also
+        where nothing is left to be saved.
+        """
+        if self._space is None or self._guard.tried(lambda: pack_tokens(tokens), None) is None:
+            return False
+        self._space.check(caches, len(tokens), logits)
+        return True
 
     def stream_generate(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import mlx.core as mx
 import pytest
@@ -159,13 +160,92 @@ def test_a_hook_begins_anew_when_a_restore_fails(opened, wanted, monkeypatch):
         assert int(mx.argmax(run.logits)) == wanted[0]
 
 
+BROKEN = {
+    "fails": lambda: {}["nothing"],
+    "gives nothing": lambda: None,
+    "gives a list": lambda: Extras({"pending": [1.0]}),
+    "gives an object": lambda: Extras({}, {"at": object()}),
+}
+
+
+@pytest.mark.parametrize("capture", BROKEN.values(), ids=BROKEN)
+def test_a_hook_that_fails_is_no_bug_of_kvstore(opened, wanted, caplog, capture):
+    with opened(extras=(hook := Counter())) as cache:
+        hook.capture = capture
+        assert answered(cache) == wanted
+        run = cache.prefill(cache.tokens_of(PROMPT))
+        cache.publish(run.tokens, run.caches)
+        assert cache.failures >= 2
+        (line,) = caplog.records
+        assert line.getMessage().startswith("kvstore: an answer goes on without the cache: the extras hook ")
+        assert "bug" not in line.getMessage()
+        assert ("KeyError" in caplog.text) == (capture is BROKEN["fails"]), "with where it failed"
+        hook.capture = Extras
+        assert answered(cache) == wanted
+        assert cache.flush()
+        assert cache.restore(run.tokens).tokens == len(run.tokens)
+
+
+BUGS = [*ERRORS, KeyError("a"), TypeError("a bug"), AttributeError("a bug")]
+
+
+@pytest.mark.parametrize("error", BUGS, ids=lambda error: type(error).__name__)
+def test_a_bug_is_not_told_as_a_mistake_of_the_caller(opened, monkeypatch, error):
+    """Found by review: of some kinds it ended the caller's own loop."""
+    with opened() as cache:
+        run = cache.prefill(cache.tokens_of(PROMPT)[:200])
+        with monkeypatch.context() as broken:
+            broken.setattr(Recording, "_save", failing(error))
+            cache.finish(run, run.tokens)
+            cache.publish(run.tokens, run.caches)
+        assert cache.failures == 2
+
+
+def test_mistakes_are_told_whether_anything_is_left_to_be_saved_or_not(loaded, opened):
+    """Found by review: where the store had the prompt already, or the prompt was too short, they were not."""
+    tokens = loaded[1].encode(PROMPT)
+    with opened() as cache:
+        run, short = cache.prefill(tokens), cache.prefill(tokens[:12])
+        assert short.recording is None
+        caches, logits = run.caches, run.logits
+        other = make_prompt_cache(loaded[0])
+        for layer in other:
+            layer.update_and_fetch(*mx.zeros((2, 1, 3, len(tokens), 5)))
+        for _ in range(2):
+            for mistake, words in (
+                (lambda: cache.publish(tokens[:200], caches), "tokens where 200"),
+                (lambda: cache.publish(tokens, caches[:-1]), "other cache classes"),
+                (lambda: cache.publish(tokens, [object()] * len(caches)), "other cache classes"),
+                (lambda: cache.publish(tokens, None), "no caches"),
+                (lambda: cache.publish(tokens, other), "not Part"),
+                (lambda: cache.publish(tokens, caches, logits=logits[:-1]), "logits are"),
+                (lambda: cache.publish(tokens, caches, logits="some"), "logits"),
+                (lambda: cache.finish(short, [*short.tokens, *range(500)]), "tokens where 512"),
+                (lambda: cache.finish(run, [*tokens, 5]), "tokens where"),
+                (lambda: cache.finish(run, [tokens[0] + 1, *tokens[1:]]), "the prompt of the run"),
+            ):
+                with pytest.raises(ValueError, match=words):
+                    mistake()
+            assert cache.flush()
+        assert cache.failures == 0
+        cache.finish(run, tokens)
+        cache.publish(tokens, caches, logits=logits)
+
+
 def test_the_same_is_said_once_a_minute(caplog):
+    """Found by review: what names a file or a number that is another one each time was said each time, and kept."""
     now = [0.0]
     guard = Guard(lambda: now[0])
-    for _ in range(5):
-        assert not guard.done(failing(ValueError("full")))
-    assert not guard.done(failing(ValueError("other")))
-    assert (guard.failures, len(caplog.records)) == (6, 2)
+
+    def read(number):
+        return lambda: os.open(f"/nowhere/{number}", os.O_RDONLY)
+
+    for number in range(50):
+        assert not guard.done(read(number))
+        assert not guard.done(failing(KeyError(number)))
+    assert guard.tried(failing(OSError(24, "too many files")), otherwise=3) == 3
+    assert (guard.failures, len(caplog.records)) == (101, 3)
     now[0] = 61.0
-    guard.done(failing(ValueError("full")))
-    assert len(caplog.records) == 3
+    guard.done(read(99))
+    assert len(caplog.records) == 4
+    assert len(guard._said._said) == 1, "what is due again is forgotten"
