@@ -158,6 +158,11 @@ class Metrics:
             read_us=round(fetched.restore_s * 1e6) if fetched.tier == "disk" else 0,
         )
 
+        return self.writing(served)
+
+    def writing(self, served: Served) -> Wrote:
+        """What wants to be told what is written of a prompt. One that was never looked up has no request."""
+
         def wrote(tokens: int, size: int, seconds: float) -> None:
             served.written_tokens += tokens
             served.written_bytes += size

@@ -106,6 +106,7 @@ class Session:
             return None
         with self._turns.taken:
             restored = self._guard.tried(lambda: self._fetching.whole(tokens), None)
+            self._guard.done(lambda: self._count(len(tokens), restored, None))
             if self._extras is not None:
                 self._extras.restore(None if restored is None else restored.extras)
             return restored
@@ -240,7 +241,8 @@ class Session:
         def publish() -> None:
             saved = self._fetching.borders(held)
             recording = self._record(held, saved, len(held) if decoded else 0, decoded=decoded)
-            if recording is not None:
+            if recording is not None and self._metrics is not None:
+                recording.on_written = self._metrics.writing(Served())
                 recording.finished(caches, len(held), held, logits=logits)
 
         with self._turns.taken:

@@ -9,10 +9,11 @@ import mlx.core as mx
 import pytest
 from mlx_lm import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
-from session_support import PROMPT, opener
+from session_support import PROMPT, opener, session_of
 
 from kvstore.errors import TokenError
-from kvstore.store import Namespace
+from kvstore.stats import read_stats
+from kvstore.store import Namespace, Store
 from kvstore_mlx import fetching
 from kvstore_mlx.gate import Gate
 from kvstore_mlx.guard import Guard
@@ -230,6 +231,24 @@ def test_mistakes_are_told_whether_anything_is_left_to_be_saved_or_not(loaded, o
         assert cache.failures == 0
         cache.finish(run, tokens)
         cache.publish(tokens, caches, logits=logits)
+
+
+def test_what_a_loop_of_one_s_own_restores_and_saves_is_counted(loaded, opened, tmp_path):
+    tokens = loaded[1].encode(PROMPT)
+    with session_of(None, "llama") as nowhere:
+        assert nowhere.restore(tokens) is None
+    with opened() as cache:
+        assert cache.restore(tokens) is None
+        caches = make_prompt_cache(loaded[0])
+        loaded[0](mx.array([tokens]), cache=caches)
+        cache.publish(tokens, caches)
+    with opened() as cache:
+        assert cache.restore(tokens).tokens == len(tokens)
+    with Store.open(tmp_path / "cache") as store:
+        total = read_stats(store.context).total
+    assert (total("requests"), total("prompt_tokens"), total("disk_tokens")) == (2, 2 * len(tokens), len(tokens))
+    assert total("written_tokens") == len(tokens)
+    assert total("written_bytes") >= total("read_bytes") > 0
 
 
 def test_the_same_is_said_once_a_minute(caplog):
