@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+from kvstore.alike import differ
 from kvstore.commit import intact, newer_manifest, put_file, put_manifest
 from kvstore.context import Context
 from kvstore.copying import BUFFER_BYTES, copy_block
@@ -27,13 +28,12 @@ from kvstore.errors import (
     DamagedBlockError,
     DamagedError,
     DamagedManifestError,
-    FormatVersionError,
     IntervalMismatchError,
     KVStoreError,
     MissingParentError,
 )
 from kvstore.layout import Layout
-from kvstore.manifest import MAX_MANIFEST_BYTES, BlockRef, decode_references, newer_format
+from kvstore.manifest import MAX_MANIFEST_BYTES, BlockRef, decode, newer_format
 from kvstore.namespace import MAX_NAMESPACE_BYTES, read_namespace_file
 from kvstore.scan import NodeFile, Tally, nodes, tokenizations
 from kvstore.stats import merge_stats
@@ -55,14 +55,14 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 @dataclass
 class MergeReport:
-    """What was brought over, or with dry_run would be (without reading the blocks).
+    """What was brought over, or with dry_run would be (as far as manifests and the headers of blocks tell).
 
     nodes, states, tokenizations, namespaces (descriptions), blocks: copied, and copied_bytes of these blocks. there:
-    manifests that the target had already. damaged: files of the source that are not whole, and manifests that name
-    them; newer: those that a newer kvstore wrote; problems says which. without_parent: nodes that continue one which
-    neither directory has whole. skipped: what changed or vanished meanwhile; another run brings what is still there.
-    foreign: files in the source that are not kvstore's. error: one sentence, why it stopped; what was done until then
-    is counted.
+    manifests that the target had already. damaged: files of the source that are not whole, manifests that name them,
+    and those that go on with other tensors; newer: those that a newer kvstore wrote; problems says which.
+    without_parent: nodes that continue one which neither directory has whole. skipped: what changed or vanished
+    meanwhile; another run brings what is still there. foreign: files in the source that are not kvstore's. error: one
+    sentence, why it stopped; what was done until then is counted.
     """
 
     dry_run: bool = False
@@ -119,8 +119,8 @@ class _Merge:
         self._buffer = None if report.dry_run else memoryview(bytearray(BUFFER_BYTES))
         # Manifests of full chunks that the target has, by namespace and key: what nodes may be put upon.
         self._full: dict[str, Path] = {}
-        # Whether they have blocks, as far as that was looked at.
-        self._kept: dict[str, bool] = {}
+        # The last block of nodes of the target, if they have one, as far as that was looked at.
+        self._last: dict[str, BlockRef | None] = {}
         self._bad: set[bytes] = set()
         self._copied: set[bytes] = set()
 
@@ -211,10 +211,8 @@ class _Merge:
         if below is None and (stored.manifest.first or file.kind == "state"):
             self._report.without_parent += 1
             return True
-        if below is not None and file.kind == "kv" and not self._is_alike(file, stored, below):
-            self._problem(
-                f"manifest {file.path(self._source.layout)} is left out: of it and what it continues, one has no blocks"
-            )
+        if file.kind == "kv" and (unlike := self._unlike(file, stored, below)):
+            self._problem(f"manifest {file.path(self._source.layout)} is left out: {unlike}")
             return True
         if not all(self._block(ref) for ref in stored.manifest.blocks):
             return False
@@ -228,8 +226,7 @@ class _Merge:
                 used_ns=used,
             )
         self._know(file)
-        if file.kind == "kv":
-            self._kept[file.place] = bool(stored.manifest.blocks)
+        self._note_last(file, stored)
         self._report.nodes += file.kind == "kv"
         self._report.states += file.kind == "state"
         return True
@@ -259,8 +256,7 @@ class _Merge:
                 and bool(there.manifest.blocks) >= bool(stored.manifest.blocks)
                 and all(self._block(ref) for ref in there.manifest.blocks)
             ):
-                if file.kind == "kv":
-                    self._kept[file.place] = bool(there.manifest.blocks)
+                self._note_last(file, there)
                 return True
         if not self._report.dry_run:
             self._target.damaged.add(path)
@@ -273,17 +269,29 @@ class _Merge:
         beside = self._target.layout.node(file.namespace, file.name, "kv")
         return beside if beside.is_file() or (self._report.dry_run and file.place in self._full) else None
 
-    def _is_alike(self, file: NodeFile, stored: Stored, below: Path) -> bool:
-        """Whether a node has blocks where what it continues has some, and none where it has none (docs/format.md
-        section 3). What cannot be read now is left to whoever restores it.
+    def _note_last(self, file: NodeFile, stored: Stored) -> None:
+        if file.kind == "kv":
+            self._last[file.place] = next(reversed(stored.manifest.blocks), None)
+
+    def _unlike(self, file: NodeFile, stored: Stored, below: Path | None) -> str:
+        """Why a node cannot continue what it would, or an empty string: one has blocks and the other none (format.md
+        section 3), or other tensors. What cannot be read now is left to whoever restores it.
         """
-        parent = file.above
-        if parent not in self._kept:
-            with suppress(OSError, DamagedManifestError, FormatVersionError):
+        if below is None:
+            return ""
+        if file.above not in self._last:
+            try:
                 data, _ = self._target.fs.read_file(below, MAX_MANIFEST_BYTES)
-                self._kept[parent] = bool(decode_references(data).blocks)
-        blocks = bool(stored.manifest.blocks)
-        return self._kept.get(parent, blocks) == blocks
+                self._last[file.above] = next(reversed(decode(data).blocks), None)
+            except (OSError, DamagedManifestError):
+                return ""
+        last, refs = self._last[file.above], stored.manifest.blocks
+        if (last is None) == bool(refs):
+            return "of it and what it continues, one has no blocks"
+        # In a dry run what it continues may not be in the target yet.
+        held = self._target if last is None or intact(self._target, last) else self._source
+        others = last is not None and any(differ(held, last, self._source, ref) for ref in refs)
+        return "it has other tensors than what it continues" if others else ""
 
     def _use(self, path: Path, used: int) -> None:
         if self._report.dry_run:

@@ -8,21 +8,20 @@ Failures raise. The caller (an engine adapter's writer thread) counts them, drop
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvstore.blocks import MAX_HEADER_BYTES, Span, TensorSpec, block_parts, read_specs
+from kvstore.alike import are_alike, holds_others
+from kvstore.blocks import Span, block_parts
 from kvstore.children import names, sharing
 from kvstore.commit import existing, intact, node_path, put_block, put_node
 from kvstore.context import Context, Space
-from kvstore.errors import DamagedBlockError, MissingParentError, PublishError
-from kvstore.fs import mostly_holes
+from kvstore.errors import MissingParentError, PublishError
 from kvstore.keys import TOKEN_BYTES, node_key
 from kvstore.lookup import Chunk, chunks, common_tokens, load_manifest
 from kvstore.manifest import BlockRef
-from kvstore.states import State, digest_of_file, state_parts
+from kvstore.states import State, state_parts
 
 __all__ = ["Published", "publish", "publish_state"]
 
@@ -107,29 +106,8 @@ def _check_tensors(context: Context, span: Span, before: BlockRef, known: Span |
 
     known: the span before, if it was just written; otherwise the header of its block is read.
     """
-    if _layout(known.specs) != _layout(span.specs) if known else _holds_others(context, before, span.specs):
+    if not are_alike(known.specs, span.specs) if known else holds_others(context, before, span.specs):
         raise PublishError(f"tokens {span.first} to {span.end} have other tensors than those before them")
-
-
-def _layout(specs: Sequence[TensorSpec]) -> list[tuple[str | int, ...]]:
-    return [(spec.name, spec.dtype, spec.outer, *spec.inner) for spec in specs]
-
-
-def _holds_others(context: Context, ref: BlockRef, specs: Sequence[TensorSpec]) -> bool:
-    """Whether a block has other tensors than these. One that cannot be read is left to the restore. So is a damaged
-    one, as a flipped bit in a name must not refuse what is right: it is read whole before anything is refused, with
-    rests beside an engine at work.
-    """
-    try:
-        with context.fs.open_read(context.layout.block(ref.digest)) as (fd, status):
-            if status.st_size != ref.size or mostly_holes(fd, status):
-                return False
-            found = read_specs(os.pread(fd, min(ref.payload, MAX_HEADER_BYTES), 0), ref)
-            if _layout(found) == _layout(specs):
-                return False
-            return digest_of_file(fd, ref.size, context.pace.resting()) == ref.digest
-    except (OSError, EOFError, DamagedBlockError):
-        return False
 
 
 def _chunks_of(space: Space, packed: bytes, spans: Sequence[Span]) -> list[tuple[Chunk | None, Chunk]]:

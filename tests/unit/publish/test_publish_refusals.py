@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from core_support import INFO, SPECS, block_files, kv, node_files, open_store, prompt, restore, span, spans
 
-import kvstore.publish
+import kvstore.alike
 from kvstore import (
     Durability,
     FileSystem,
@@ -223,7 +223,7 @@ def test_a_block_before_that_is_no_block_is_not_read_to_tell_its_tensors(space, 
     def read(*_):
         raise AssertionError("read")
 
-    monkeypatch.setattr(kvstore.publish, "digest_of_file", read)
+    monkeypatch.setattr(kvstore.alike, "digest_of_file", read)
     assert space.publish(TOKENS, spans(TOKENS, 16, 32)).end == 32
 
 
