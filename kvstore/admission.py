@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from kvstore.context import FUTURE_NS
+from kvstore.forks import renew_in_forks
 
 __all__ = ["JUST_USED_NS", "Warmth"]
 
@@ -70,6 +71,11 @@ class Warmth:
         self._gaps: deque[int] = deque([_FIRST_PACE_NS] * _PRIOR, _GAPS)
         self._pace = _FIRST_PACE_NS
         self._latest = 0
+        self._lock = threading.Lock()
+        renew_in_forks(self)
+
+    def forked(self) -> None:
+        """See kvstore.forks."""
         self._lock = threading.Lock()
 
     @property

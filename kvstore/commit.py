@@ -168,9 +168,9 @@ def _freshened(context: Context, ref: BlockRef) -> bool:
     return False
 
 
-def put_node(space: Space, chunk: Chunk, kind: Kind, refs: tuple[BlockRef, ...], above: Path | None) -> int:
-    """Commit a node whose blocks are in place; returns the bytes written: the manifest's, unless somebody else was
-    first, and those of copies that it took (kvstore.takeover). above: see put_manifest.
+def put_node(space: Space, chunk: Chunk, kind: Kind, refs: tuple[BlockRef, ...], above: Path | None) -> tuple[int, int]:
+    """Commit a node whose blocks are in place; returns how many nodes were (none when somebody else was first) and the
+    bytes written: the manifest's, and those of copies that it took (kvstore.takeover). above: see put_manifest.
     """
     context = space.context
     path = node_path(space, chunk, kind)
@@ -190,9 +190,10 @@ def put_node(space: Space, chunk: Chunk, kind: Kind, refs: tuple[BlockRef, ...],
     )
     copied: list[int] = []
     placed = put_manifest(context, path, manifest, refs, above, wrote=_counted(context, copied.append))
-    if placed:
-        context.counters.add(published_nodes=1, written_bytes=len(manifest))
-    return sum(copied) + (len(manifest) if placed else 0)
+    if not placed:
+        return 0, sum(copied)
+    context.counters.add(published_nodes=1, written_bytes=len(manifest))
+    return 1, len(manifest) + sum(copied)
 
 
 def put_manifest(

@@ -215,6 +215,20 @@ def remove_staged(fs: FileSystem, folder: Path, is_staged: Callable[[str], objec
     fs.remove_dir(folder)
 
 
+@dataclass(eq=False)
+class _Reads:
+    """Manifests that threads read just now."""
+
+    held: list[frozenset[str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        renew_in_forks(self)
+
+    def forked(self) -> None:
+        """See kvstore.forks: those threads are the parent's."""
+        self.held.clear()
+
+
 @dataclass(frozen=True)
 class Context:
     """One open cache directory.
@@ -235,7 +249,7 @@ class Context:
     damaged: set[Path] = field(default_factory=set)
     recent: dict[str, int] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
-    _read: list[frozenset[str]] = field(default_factory=list)
+    _reads: _Reads = field(default_factory=_Reads)
 
     def note_use(self, paths: Iterable[str]) -> None:
         """Remember that this process used manifests just now; the oldest are forgotten beyond some thousands."""
@@ -254,17 +268,17 @@ class Context:
         Blocks are opened some at a time, and those that are not open yet have only their names to live by.
         """
         held = frozenset(paths)
-        self._read.append(held)
+        self._reads.held.append(held)
         try:
             self.note_use(held)
             yield
         finally:
             self.note_use(held)
-            self._read.remove(held)
+            self._reads.held.remove(held)
 
     def is_read(self, path: Path) -> bool:
         """Whether some thread reads what a manifest names just now."""
-        return any(str(path) in held for held in tuple(self._read))
+        return any(str(path) in held for held in tuple(self._reads.held))
 
     def last_use(self, path: Path, now_ns: int) -> int:
         """When this process used a manifest; 0 when it did not, or at a time that says nothing now (FUTURE_NS)."""

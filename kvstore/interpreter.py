@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
+from kvstore.forks import renew_in_forks
+
 __all__ = ["TURN_S", "no_full_search_for_cycles", "short_turns"]
 
 TURN_S = 0.0001
@@ -40,6 +42,14 @@ class _Setting(Generic[_V]):
         self._lock = threading.Lock()
         self._inside = 0
         self._before = self._ours = read()
+        renew_in_forks(self)
+
+    def forked(self) -> None:
+        """See kvstore.forks: who wanted it are the parent's other threads."""
+        self._lock = threading.Lock()
+        if self._inside and self._read() == self._ours:
+            self._write(self._before)
+        self._inside = 0
 
     @contextmanager
     def __call__(self) -> Iterator[None]:

@@ -204,7 +204,8 @@ def _publish_node(
         ref, new = put_block(space.context, parts, payload, span.first, span.count, decode=span.decode)
         refs = (*refs, ref)
     above = None if parent is None else node_path(space, parent)
-    return refs, Published(span.end, 1, new + put_node(space, chunk, "kv", refs, above), new)
+    nodes, written = put_node(space, chunk, "kv", refs, above)
+    return refs, Published(span.end, nodes, new + written, new)
 
 
 def publish_state(space: Space, packed: bytes, state: State) -> Published:
@@ -222,5 +223,5 @@ def publish_state(space: Space, packed: bytes, state: State) -> Published:
         return Published(end, 0, sum(copied))
     parts, payload = state_parts(state, chunk.first, chunk.count)
     ref, new = put_block(space.context, parts, payload, chunk.first, chunk.count, decode=state.decode)
-    written = new + put_node(space, chunk, "state", (ref,), node_path(space, chunk))
-    return Published(end, 1, written, new)
+    nodes, written = put_node(space, chunk, "state", (ref,), node_path(space, chunk))
+    return Published(end, nodes, new + written, new)

@@ -120,15 +120,20 @@ def test_a_fork_counts_into_a_file_of_its_own(tmp_path):
 HELD = """
 import signal
 from contextlib import ExitStack
+from kvstore.admission import Warmth
+from kvstore.interpreter import short_turns
 from kvstore.stats import StatsFile
 
 stats = StatsFile(store.context)
 counters, staging, renewal = store.counters, store.context.staging, store._renewal
-locks = [counters._lock, staging._lock, renewal._lock, stats._lock, stats._writing]
+warmth, turn = Warmth(), sys.getswitchinterval()
+locks = [counters._lock, staging._lock, renewal._lock, stats._lock, stats._writing, warmth._lock, short_turns._lock]
 held, let_go = threading.Event(), threading.Event()
 
 def hold():
     with ExitStack() as stack:
+        stack.enter_context(short_turns())
+        stack.enter_context(store.context.reading(["a manifest"]))
         for lock in locks:
             stack.enter_context(lock)
         held.set()
@@ -145,6 +150,12 @@ if not (pid := os.fork()):
     stats.add(requests=6)
     assert stats.flush()
     assert counters.snapshot()["published_nodes"] == 6
+    warmth.used(["a"], 1)
+    assert not store.context.is_read(Path("a manifest"))
+    assert abs(sys.getswitchinterval() - turn) < 1e-5
+    with short_turns():
+        assert sys.getswitchinterval() < turn
+    assert abs(sys.getswitchinterval() - turn) < 1e-5
     store.close()
     stats.close()
     os._exit(0)

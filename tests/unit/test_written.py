@@ -95,7 +95,7 @@ def test_of_two_who_publish_the_same_one_is_counted(store, space, moment, monkey
         )
     else:
         monkeypatch.setattr(fs, "sync_file", lambda fs, fd: (sync_file(fs, fd), act()))
-    space.publish(TOKENS, spans(TOKENS, 0, 16))
+    assert space.publish(TOKENS, spans(TOKENS, 0, 16)).nodes == 0
     assert left == []
     counted = [each.context.counters.snapshot() for each in (store, other)]
     kept = size_of([*block_files(store.path), *node_files(store.path)])
