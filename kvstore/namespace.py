@@ -27,8 +27,8 @@ _ID_BYTES = 16
 class NamespaceInfo:
     """A namespace to be used.
 
-    description is hashed; label (a model's name, say) is only shown, and what of it UTF-8 cannot hold (a path may have
-    such bytes) is shown as "?". salt separates tenants and is never written.
+    description is hashed; label (a model's name or path, say) is only shown, and what of it UTF-8 cannot hold (a path
+    may have such bytes) is shown as "?". salt separates tenants and is never written.
     """
 
     description: Mapping[str, Any]
@@ -53,7 +53,7 @@ class NamespaceInfo:
         content = {
             "format": 1,
             "fingerprint": self.fingerprint.hex(),
-            "label": _shown(self.label),
+            "label": _shown(str(self.label)),
             "salted": bool(self.salt),
             "created": created,
             "description": self.description,
