@@ -276,8 +276,19 @@ def thirds(pairs: list[tuple[float, float]]) -> list[float]:
     return [statistics.median(values) for values in cut]
 
 
-def run(serve, model: Path, directory: Path, seconds: float, conversations: int, turns: int) -> dict[str, Any]:
-    """The whole test but for what needs a long run; its figures."""
+@dataclass(frozen=True)
+class Course:
+    """When requests ended, and the server's memory and processor seconds so far, several times a second."""
+
+    requests: list[Request]
+    memory: list[tuple[float, float]]
+    worked: list[tuple[float, float]]
+
+
+def run(
+    serve, model: Path, directory: Path, seconds: float, conversations: int, turns: int
+) -> tuple[dict[str, Any], Course]:
+    """The whole test but for what needs a long run; its figures, and its course."""
     plain = serve(model, *SERVER)
     idle = resident(plain)
     with ThreadPoolExecutor(2) as pool:
@@ -313,10 +324,7 @@ def run(serve, model: Path, directory: Path, seconds: float, conversations: int,
     # What the same load takes without a directory, what a directory adds before there is any, and for each conversation
     # that is under way two copies of all its rows: restored ones, and those that wait to be written.
     assert peak < plain_peak + max(0, added) + 2 * CLIENTS * tally.longest * TOKEN_BYTES
-    latency = thirds([(each.ended, each.took) for each in tally.requests])
-    held = thirds(memory)
-    parts = spans(tally.requests, worked)
-    return {
+    figures = {
         "requests": len(tally.requests),
         "prompt_tokens": tally.prompt_tokens,
         "reused_tokens": tally.reused_tokens,
@@ -325,13 +333,22 @@ def run(serve, model: Path, directory: Path, seconds: float, conversations: int,
         "collections": len(collections),
         "collected_nodes": sum(each["nodes"] for each in collections),
         "checks": len(checks),
+        "memory_mib_peak": round(peak / 2**20),
+        "memory_mib_peak_without": round(plain_peak / 2**20),
+    }
+    return figures, Course(tally.requests, memory, worked)
+
+
+def trends(course: Course) -> dict[str, Any]:
+    """What grew in a run that has requests in each of its thirds, as a short one on a busy machine may not have."""
+    latency = thirds([(each.ended, each.took) for each in course.requests])
+    parts = spans(course.requests, course.worked)
+    return {
         "latency_ms_first": round(latency[0] * 1e3),
         "latency_ms_last": round(latency[-1] * 1e3),
         "latency_growth": round(growth(parts, lambda part: part.took), 3),
         "processor_growth": round(growth(parts, lambda part: part.worked), 3),
-        "memory_mib_peak": round(peak / 2**20),
-        "memory_mib_peak_without": round(plain_peak / 2**20),
-        "memory_thirds": [round(size) for size in held],
+        "memory_thirds": [round(size) for size in thirds(course.memory)],
     }
 
 
@@ -365,7 +382,8 @@ def test_a_little(serve, tiny_llama, tmp_path):
 @pytest.mark.timeout(2400)
 def test_ten_minutes(serve, tiny_llama, tmp_path, record_property):
     record_property("what", "Sixteen conversations at once with one server of a tiny model, beside gc and fsck")
-    figures = run(serve, tiny_llama, tmp_path / "cache", 600, conversations=3, turns=4)
+    figures, course = run(serve, tiny_llama, tmp_path / "cache", 600, conversations=3, turns=4)
+    figures |= trends(course)
     for each in figures.items():
         record_property(*each)
     assert figures["collected_nodes"] > 0  # what is younger than a minute it leaves alone
