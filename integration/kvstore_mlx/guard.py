@@ -73,4 +73,4 @@ def _kind(error: Exception) -> Hashable:
         if str(frame.f_globals.get("__name__")).partition(".")[0] in {"kvstore", "kvstore_mlx"}
     ]
     number = error.errno if isinstance(error, OSError) else None
-    return type(error), number, type(error.__cause__), own[-1:] and own[-1]
+    return type(error), number, type(error.__cause__), tuple(own[-1:])

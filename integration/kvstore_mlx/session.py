@@ -232,9 +232,8 @@ class Session:
         """Save caches that hold exactly these tokens; what is saved of them already is not written again.
 
         decoded: whether any of the tokens was generated rather than prefilled; an exact session leaves them all then.
-        logits ``[vocabulary]`` are those after
-        the last one, so that the next exact hit needs no forward pass. ValueError when the caches or the logits are not
-        this model's, or the caches hold another number of tokens.
+        logits ``[vocabulary]`` are those after the last one, so that the next exact hit needs no forward pass.
+        ValueError when the caches or the logits are not this model's, or the caches hold another number of tokens.
         """
         held = list(tokens)
 

@@ -228,8 +228,7 @@ class Writer:
         What a refused job was lent is given back.
         """
         with self._changed:
-            room = not self._queued or self._queued + job.size <= self._max_queued
-            taken = room and not self._closing
+            taken = not self._closing and (not self._queued or self._queued + job.size <= self._max_queued)
             if taken:
                 self._queue.append(job)
                 self._queued += job.size
