@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from kvstore.context import Context
 from kvstore.marking import mark_folders
-from kvstore.scan import Tally, nodes
+from kvstore.scan import nodes
+from kvstore.walk import Tally
 
 __all__ = ["LIMITS_S", "Age", "ages"]
 

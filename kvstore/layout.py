@@ -33,6 +33,7 @@ NAME_KEY_BYTES = 16
 """Names carry the first 128 bits of a key; the manifest holds all 256, and the tokens are compared again."""
 
 _NODE = re.compile(r"([0-9a-f]{32})-([1-9][0-9]{0,8})-([0-9a-f]{32})-([0-9a-f]{18})\.(kv|state)")
+_NODE_NAME = re.compile(_NODE.pattern.replace("(", "(?:"))  # asked for each file of a directory: groups take time
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _STATS = re.compile(r"(?:folded|[a-z0-9_-]{1,40}\.[0-9a-f]{1,32}\.[0-9]{1,10})\.[0-9a-f]{8}\.json")
 _STAMPED = re.compile(r"[0-9a-f]+\.(.+)")
@@ -58,8 +59,8 @@ class NodeName:
 
     @staticmethod
     def is_file_name(name: str) -> bool:
-        """Whether a file name is that of a manifest; half the cost of parse where only that is asked."""
-        return _NODE.fullmatch(name) is not None
+        """Whether a file name is that of a manifest; a fraction of the cost of parse where only that is asked."""
+        return _NODE_NAME.fullmatch(name) is not None
 
     @staticmethod
     def parse(file_name: str) -> tuple[NodeName, Kind] | None:

@@ -18,7 +18,8 @@ from kvstore.context import Context
 from kvstore.forest import Forest
 from kvstore.marking import Marks, mark_folders
 from kvstore.namespace import read_label
-from kvstore.scan import Tally, nodes
+from kvstore.scan import nodes
+from kvstore.walk import Tally
 
 __all__ = ["Branch", "Conversation", "Listing", "NamespaceRow", "branches", "by_namespace", "listing"]
 

@@ -35,11 +35,12 @@ from kvstore.errors import (
 from kvstore.layout import Layout
 from kvstore.manifest import MAX_MANIFEST_BYTES, BlockRef, decode, newer_format
 from kvstore.namespace import MAX_NAMESPACE_BYTES, read_namespace_file
-from kvstore.scan import NodeFile, Tally, nodes, tokenizations
+from kvstore.scan import NodeFile, nodes, tokenizations
 from kvstore.stats import merge_stats
 from kvstore.stored import Stored, load
 from kvstore.tokenizations import MAGIC, MAX_ENTRY_BYTES, stands
 from kvstore.tokenizations import decode as decode_tokens
+from kvstore.walk import Tally
 
 __all__ = ["MergeReport", "merge"]
 

@@ -17,8 +17,9 @@ from kvstore.fs import allocated_bytes
 from kvstore.keys import unpack_tokens
 from kvstore.manifest import BlockRef
 from kvstore.namespace import read_label
-from kvstore.scan import NodeFile, Tally, nodes
+from kvstore.scan import NodeFile, nodes
 from kvstore.stored import Stored, load
+from kvstore.walk import Tally
 
 __all__ = ["Part", "Prefix", "Span", "StateInfo", "find_prefix"]
 

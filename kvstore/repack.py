@@ -38,8 +38,9 @@ from kvstore.joining import MAX_SOURCES, join
 from kvstore.manifest import BlockRef, encode
 from kvstore.marking import Marks, mark
 from kvstore.replacing import Replacement, replace_manifests
-from kvstore.scan import Tally, nodes
+from kvstore.scan import nodes
 from kvstore.stored import Stored, load
+from kvstore.walk import Tally
 
 __all__ = ["COLD_NS", "RepackReport", "repack"]
 

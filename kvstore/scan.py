@@ -1,7 +1,7 @@
 """One pass over a cache directory: every manifest and block with its times, and what the whole directory takes on disk.
 
 For the commands that work on a whole directory (gc, ls, fsck); a lookup or a publish never comes here. Made for a
-million nodes: folders are read relative to their descriptor and files come out as plain tuples (5 us a file).
+million nodes (kvstore.walk), so files come out as plain tuples.
 
 Reads only, opens no file, follows no link. What kvstore did not write (.DS_Store, ._x, .nfs*, rsync temporaries,
 conflicted copies) is counted and otherwise left alone; so is a manifest or block in a folder where no lookup would
@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, cast
 
 from kvstore.context import Context, Owner
 from kvstore.folding import is_hidden, known_as
-from kvstore.fs import allocated_bytes
 from kvstore.layout import FANOUT, Kind, Layout, NodeName
 from kvstore.pacing import paced
+from kvstore.walk import File, Tally, count_foreign, entries, files, tree
 
 __all__ = [
     "HashedFile",
@@ -32,7 +30,6 @@ __all__ = [
     "Scan",
     "SetAside",
     "StagingFolder",
-    "Tally",
     "appeared",
     "free_bytes",
     "nodes",
@@ -43,6 +40,7 @@ __all__ = [
 _FANOUT = frozenset(FANOUT)
 _KEY_END = 1 + 18  # what follows the key in a manifest's name before its suffix: "-<rungs>"
 _PARENT = slice(0, 32)
+_new = tuple.__new__  # what a named tuple's _make calls, too: a Python call less for each of a million files
 
 
 class NodeFile(NamedTuple):
@@ -140,22 +138,6 @@ class SetAside(NamedTuple):
 
 
 @dataclass(slots=True)
-class Tally:
-    """What a pass adds up on its way. allocated: bytes on disk, folders included. foreign: files that are not ours.
-
-    hidden: folders of manifests, among the foreign, that only a lookup where case is folded would find. files: regular
-    ones in the folders that are ours; told: called with that number, a folder at a time. rest: called every few files.
-    """
-
-    allocated: int = 0
-    foreign: int = 0
-    hidden: int = 0
-    files: int = 0
-    told: Callable[[int], None] = field(default=lambda _: None, repr=False, compare=False)
-    rest: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
-
-
-@dataclass(slots=True)
 class Scan:
     """A cache directory at one moment, in bytes allocated on disk."""
 
@@ -197,7 +179,7 @@ def usage(context: Context, rest: Callable[[], None] | None = None) -> int:
 
     Without one it keeps the directory's pace. Raises OSError.
     """
-    return _tree(context.layout.root, context.pace.resting() if rest is None else rest)
+    return tree(context.layout.root, context.pace.resting() if rest is None else rest)
 
 
 def free_bytes(context: Context) -> int:
@@ -217,15 +199,10 @@ def tokenizations(layout: Layout, tally: Tally) -> Iterator[HashedFile]:
 
 
 def _hashed(above: Path, tally: Tally) -> Iterator[HashedFile]:
-    is_hash, from_hex, new = Layout.is_block_name, bytes.fromhex, HashedFile._make
+    from_hex = bytes.fromhex
     for folder in _fanout(above, tally, links_are_errors=False):
-        start = folder.name
-        for found in _files(folder, tally):
-            name = found[0]
-            if is_hash(name) and name.startswith(start):
-                yield new((from_hex(name), *found[1:]))
-            else:
-                tally.foreign += 1
+        ours = _ours(folder, tally, Layout.is_block_name)
+        yield from [_new(HashedFile, (from_hex(file[0]), *file[1:])) for file in ours]
 
 
 def nodes(layout: Layout, tally: Tally) -> Iterator[NodeFile]:
@@ -234,20 +211,14 @@ def nodes(layout: Layout, tally: Tally) -> Iterator[NodeFile]:
     A link in place of one of our folders raises: a lookup would follow it, so the blocks of what lies behind it must
     not be taken for unreferenced, and deleting behind it could reach another store.
     """
-    is_node, new = NodeName.is_file_name, NodeFile._make
-    for entry in _entries(layout.nodes, tally):
+    for entry in entries(layout.nodes, tally):
         namespace = known_as(entry, layout.nodes, Layout.is_namespace_id)
         if namespace is None or not _is_folder(entry, layout.nodes):
-            _count_foreign(entry, layout.nodes, tally)
+            count_foreign(entry, layout.nodes, tally)
             tally.hidden += is_hidden(entry, Layout.is_namespace_id)
             continue
         for folder in _fanout(layout.nodes / namespace, tally, links_are_errors=True):
-            start = folder.name
-            for found in _files(folder, tally):
-                if is_node(found[0]) and found[0].startswith(start):
-                    yield new((namespace, *found))
-                else:
-                    tally.foreign += 1
+            yield from [_new(NodeFile, (namespace, *file)) for file in _ours(folder, tally, NodeName.is_file_name)]
 
 
 def appeared(layout: Layout, known: Sequence[NodeFile], rest: Callable[[], None] = lambda: None) -> list[NodeFile]:
@@ -256,24 +227,24 @@ def appeared(layout: Layout, known: Sequence[NodeFile], rest: Callable[[], None]
     for file in paced(known, rest):
         names.setdefault(file.namespace, set()).add(file.file)
     found = []
-    for entry in _entries(layout.nodes, Tally()):
+    for entry in entries(layout.nodes, Tally()):
         namespace = known_as(entry, layout.nodes, Layout.is_namespace_id)
         if namespace is None or not _is_folder(entry, layout.nodes):
             continue
         old = names.get(namespace, set())
         for folder in paced(_fanout(layout.nodes / namespace, Tally(), links_are_errors=True), rest, 1):
             if not old.issuperset(os.listdir(folder)):
-                files = (NodeFile._make((namespace, *file)) for file in _files(folder, Tally()) if file[0] not in old)
-                found += [file for file in files if NodeName.is_file_name(file.file) and file.parent[:2] == folder.name]
+                new = [file for file in _ours(folder, Tally(), NodeName.is_file_name) if file[0] not in old]
+                found += [NodeFile(namespace, *file) for file in new]
     return found
 
 
 def _fanout(above: Path, tally: Tally, *, links_are_errors: bool) -> Iterator[Path]:
     """The two-digit folders below a folder; links_are_errors for those of manifests."""
-    for entry in _entries(above, tally):
+    for entry in entries(above, tally):
         name = known_as(entry, above, _FANOUT.__contains__)
         if name is None or not _is_folder(entry, above, links_are_errors=links_are_errors):
-            _count_foreign(entry, above, tally)
+            count_foreign(entry, above, tally)
             tally.hidden += links_are_errors and is_hidden(entry, _FANOUT.__contains__)
         else:
             yield above / name
@@ -285,83 +256,13 @@ def _is_folder(entry: os.DirEntry[str], above: Path, *, links_are_errors: bool =
     return entry.is_dir(follow_symlinks=False)
 
 
-def _files(folder: Path, tally: Tally) -> list[tuple[str, int, int, int, int, int]]:
-    """Name, size, allocated bytes, mtime, ctime and inode of a folder's regular files. Anything else is foreign.
-
-    The loop that a scan consists of: a list, because a generator's turn a file would cost as much as the rest.
-    """
-    files = []
-    total, is_regular = 0, stat.S_ISREG
-    for entry in paced(_entries(folder, tally), tally.rest):
-        try:
-            status = entry.stat(follow_symlinks=False)
-        except FileNotFoundError:
-            continue
-        if is_regular(status.st_mode):
-            allocated = status.st_blocks * 512
-            total += allocated
-            times = status.st_mtime_ns, status.st_ctime_ns
-            files.append((entry.name, status.st_size, allocated, *times, status.st_ino))
-        else:
-            _count_foreign(entry, folder, tally)
-    tally.allocated += total
-    tally.files += len(files)
-    tally.told(tally.files)
-    return files
-
-
-def _entries(folder: Path, tally: Tally) -> Iterator[os.DirEntry[str]]:
-    """Entries of a folder, which itself is counted; none when it vanished.
-
-    Relative to the folder's descriptor: a stat then walks one name instead of seven. Raises OSError before the first.
-    """
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
-    try:
-        tally.allocated += allocated_bytes(os.fstat(fd))
-        with os.scandir(fd) as entries:
-            yield from entries
-    finally:
-        os.close(fd)
-
-
-def _count_foreign(entry: os.DirEntry[str], above: Path, tally: Tally) -> None:
-    tally.foreign += 1
-    try:
-        if entry.is_dir(follow_symlinks=False):
-            tally.allocated += _tree(above / entry.name)
-        else:
-            tally.allocated += allocated_bytes(entry.stat(follow_symlinks=False))
-    except FileNotFoundError:
-        return
-
-
-def _tree(root: Path, rest: Callable[[], None] = lambda: None) -> int:
-    """Allocated bytes of a folder and all below it, by a stack: the depth of a foreign tree is not ours to trust."""
-    tally = Tally()
-    stack = [root]
-    while stack:
-        folder = stack.pop()
-        rest()
-        for entry in _readable(folder, tally):
-            try:
-                if entry.is_dir(follow_symlinks=False):
-                    stack.append(folder / entry.name)
-                else:
-                    tally.allocated += entry.stat(follow_symlinks=False).st_blocks * 512
-            except FileNotFoundError:
-                continue
-    return tally.allocated
-
-
-def _readable(folder: Path, tally: Tally) -> Iterator[os.DirEntry[str]]:
-    """Entries of a folder; none when this user may not look. An external drive has such folders of the system's own,
-    and nothing of ours is in them: where something is, the pass over our own folders raises.
-    """
-    with suppress(PermissionError):
-        yield from _entries(folder, tally)
+def _ours(folder: Path, tally: Tally, is_ours: Callable[[str], bool]) -> list[File]:
+    """The files of a fan-out folder whose names are ours, and of this folder. Anything else is foreign."""
+    start = folder.name
+    found = files(folder, tally)
+    ours = [file for file in found if is_ours(file[0]) and file[0].startswith(start)]
+    tally.foreign += len(found) - len(ours)
+    return ours
 
 
 def _count_rest(layout: Layout, tally: Tally) -> None:
@@ -372,19 +273,19 @@ def _count_rest(layout: Layout, tally: Tally) -> None:
         (layout.root, {objects, layout.tmp, layout.quarantine}),
         (objects, {layout.blocks, layout.nodes, layout.tokens}),
     ):
-        for entry in _entries(above, tally):
+        for entry in entries(above, tally):
             if above / entry.name not in alone:
-                _count_foreign(entry, above, tally)
+                count_foreign(entry, above, tally)
                 tally.foreign -= entry.name in known
-    for entry in _entries(layout.namespaces, Tally()):
+    for entry in entries(layout.namespaces, Tally()):
         tally.foreign += not Layout.describes_namespace(entry.name)
 
 
 def _staging(layout: Layout, tally: Tally) -> Iterator[StagingFolder]:
-    for entry in _entries(layout.tmp, tally):
+    for entry in entries(layout.tmp, tally):
         owner = Owner.parse(entry.name)
         if owner is None or not entry.is_dir(follow_symlinks=False):
-            _count_foreign(entry, layout.tmp, tally)
+            count_foreign(entry, layout.tmp, tally)
             continue
         path = layout.tmp / entry.name
         try:
@@ -393,7 +294,7 @@ def _staging(layout: Layout, tally: Tally) -> Iterator[StagingFolder]:
             continue
         newest = max(status.st_mtime_ns, status.st_ctime_ns)
         inside = Tally()
-        for _, _, _, mtime_ns, ctime_ns, _ in _files(path, inside):
+        for _, _, _, mtime_ns, ctime_ns, _ in files(path, inside):
             newest = max(newest, mtime_ns, ctime_ns)
         tally.allocated += inside.allocated
         tally.foreign += inside.foreign
@@ -401,7 +302,7 @@ def _staging(layout: Layout, tally: Tally) -> Iterator[StagingFolder]:
 
 
 def _quarantine(layout: Layout, tally: Tally) -> Iterator[SetAside]:
-    for name, _, allocated, mtime_ns, ctime_ns, _ in _files(layout.quarantine, tally):
+    for name, _, allocated, mtime_ns, ctime_ns, _ in files(layout.quarantine, tally):
         if Layout.was_set_aside(name):
             yield SetAside(layout.quarantine / name, allocated, mtime_ns, ctime_ns)
         else:

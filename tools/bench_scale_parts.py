@@ -28,7 +28,8 @@ from kvstore.listing import listing
 from kvstore.lookup import chunks
 from kvstore.manifest import BlockRef
 from kvstore.marking import mark
-from kvstore.scan import Tally, nodes, scan
+from kvstore.scan import nodes, scan
+from kvstore.walk import Tally
 from make_big_store import conversation_tokens
 
 __all__ = ["MEASURE", "make_data", "peak_memory"]

@@ -31,7 +31,8 @@ from kvstore.nearest import nearest
 from kvstore.prefix import find_prefix
 from kvstore.repack import repack
 from kvstore.report import report
-from kvstore.scan import Tally, nodes
+from kvstore.scan import nodes
+from kvstore.walk import Tally
 
 INTERVAL = 128
 MEMORY = 1 << 30

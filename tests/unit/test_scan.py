@@ -187,15 +187,14 @@ def test_a_link_in_place_of_a_block_folder_is_not_followed(tmp_path):
 def test_a_file_that_vanishes_during_the_scan_is_passed_over(tmp_path, monkeypatch):
     with filled(tmp_path / "s") as store:
         gone = manifests(store.path)[0]
-        real = scanning._entries
+        real = os.stat
 
-        def entries(folder, tally):
-            for entry in real(folder, tally):
-                if entry.name == gone.name:
-                    gone.unlink()
-                yield entry
+        def vanishing(path, **options):
+            if path == gone.name:
+                gone.unlink()
+            return real(path, **options)
 
-        monkeypatch.setattr(scanning, "_entries", entries)
+        monkeypatch.setattr(os, "stat", vanishing)
         assert gone.name not in {file.file for file in scan(store.context).nodes}
         assert not gone.exists()
 
@@ -369,7 +368,7 @@ class TestWhatThisUserMayNotSee:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
             return plain(path, *args, **kwargs)
 
-        monkeypatch.setattr("kvstore.scan.os.open", opened)
+        monkeypatch.setattr("kvstore.walk.os.open", opened)
         return folders
 
     @pytest.mark.parametrize("place", [".Trashes", "objects/foreign", "tmp/foreign", "foreign/below"])
