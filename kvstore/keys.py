@@ -44,9 +44,20 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 """Anything that is bytes in memory and can be read without a copy."""
 
 
+_NATIVE_ORDER = "@=<" if sys.byteorder == "little" else "@=>"
+_NUMBERS = frozenset("?cbBhHiIlLqQnNefd")
+"""Formats of one number, as the struct module calls them."""
+
+
 def flat(data: Buffer) -> memoryview:
-    """The bytes of contiguous memory in a row; none of an array without elements, whose view Python does not cast."""
+    """The bytes of contiguous memory in a row; none of an array without elements, whose view Python does not cast.
+
+    Raises ValueError for what are no plain numbers in this machine's order of bytes: of those that are swapped, or are
+    pointers to objects, a reader would make other numbers.
+    """
     view = memoryview(data)
+    if view.format.lstrip(_NATIVE_ORDER) not in _NUMBERS:
+        raise ValueError(f"elements of format {view.format!r:.80} are no plain numbers of this machine")
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 

@@ -76,19 +76,34 @@ def publish(space: Space, packed: bytes, spans: Sequence[Span]) -> Published:
 
 def _check(space: Space, packed: bytes, spans: Sequence[Span]) -> None:
     interval = space.context.interval
+    if not isinstance(spans, Sequence) or not all(_is_span(span) for span in spans):
+        raise PublishError(
+            "spans are a list of Span, whose first and count are plain integers, decode True or False, and specs and "
+            "data lists (what can be gone through only once would be empty when it is written)"
+        )
     if not spans:
         raise PublishError("there is nothing to publish")
-    if not all(isinstance(span, Span) and {type(span.first), type(span.count)} == {int} for span in spans):
-        raise PublishError("spans are Span, and plain integers say where they begin and how long they are")
     at = spans[0].first
     for span in spans:
         if span.first != at or span.count < 1 or span.first < 0:
             raise PublishError(f"the span at token {span.first} does not follow the one that ends at {at}")
         if span.first // interval != (span.end - 1) // interval:
             raise PublishError(f"tokens {span.first} to {span.end} cross a chunk border (every {interval})")
+        if span.data and not span.specs:
+            raise PublishError(f"tokens {span.first} to {span.end} have data, but no tensors that they are of")
         at = span.end
     if len(packed) < at * TOKEN_BYTES:
         raise PublishError(f"spans end at token {at} but only {len(packed) // TOKEN_BYTES} tokens were given")
+
+
+def _is_span(span: object) -> bool:
+    return (
+        isinstance(span, Span)
+        and {type(span.first), type(span.count)} == {int}
+        and type(span.decode) is bool
+        and isinstance(span.specs, Sequence)
+        and isinstance(span.data, Sequence)
+    )
 
 
 def _check_alike(span: Span, before: tuple[BlockRef, ...] | None) -> None:

@@ -51,7 +51,8 @@ def read(match: Match, allocate: Allocate, threads: int = THREADS) -> Restored:
     """Restore a match; Restored(0, 0, 0) when nothing of it could be read.
 
     allocate is called once, when the first blocks are open, and not at all when none opens or there is none. What it
-    raises for tensors of a block that is whole is raised here.
+    raises for tensors of a block that is whole is raised here; with ValueError it refuses them, and this process then
+    takes the node for damaged (others may be asked for the same prompt, and nobody could save it again).
     """
     with match.space.context.reading(step.where for step in match.steps):
         return _read(match, allocate, threads)
@@ -66,7 +67,9 @@ def _read(match: Match, allocate: Allocate, threads: int) -> Restored:
         context.counters.add(restored_tokens=tokens)
         _touch(context, steps)
         return Restored(tokens, 0, max((step.end for step in steps if step.end <= tokens), default=0))
-    good, bad = _read_windows(context, refs, allocate, threads)
+    if not refs:
+        return Restored(0, 0, 0)
+    good, bad = _read_windows(context, steps[0].path, refs, allocate, threads)
     if bad is not None:
         # Remembered, so that the next lookup ends before this node instead of reading into the same damage again.
         context.damaged.update(step.path for step in steps if step.first <= bad.first < step.end)
@@ -85,11 +88,12 @@ def _read(match: Match, allocate: Allocate, threads: int) -> Restored:
 
 
 def _read_windows(
-    context: Context, refs: list[BlockRef], allocate: Allocate, threads: int
+    context: Context, node: Path, refs: list[BlockRef], allocate: Allocate, threads: int
 ) -> tuple[list[BlockRef], BlockRef | None]:
     """Read blocks in order, a window of open files at a time; the good ones before the first that is not good.
 
-    And that one, if it is missing or damaged: one that cannot be read now may be whole.
+    And that one, if it is missing or damaged: one that cannot be read now may be whole. node: the manifest that names
+    the first.
     """
     memory: Mapping[str, TensorBuffer] = {}
     specs: tuple[TensorSpec, ...] | None = None
@@ -103,13 +107,19 @@ def _read_windows(
                 break
             if specs is None:
                 specs = opened[0].specs
+                asked = False
                 try:
-                    memory = _memory(allocate, specs, refs[-1].first + refs[-1].count)
-                except Exception:
+                    memory = allocate(specs, refs[-1].first + refs[-1].count)
+                    asked = True
+                    _check(memory, specs, refs[-1].first + refs[-1].count)
+                except Exception as refusal:
                     # The header was not checked yet: a flipped bit in a name gives the engine tensors that it has not.
-                    if (error := _fault(opened[0])) is None:
-                        raise
-                    return [], _ended(context, opened[0].ref, error)
+                    if (error := _fault(opened[0])) is not None:
+                        return [], _ended(context, opened[0].ref, error)
+                    if isinstance(refusal, ValueError) and not asked:
+                        # What no engine takes stands in the way of what one computes. The next publish replaces it.
+                        context.damaged.add(node)
+                    raise
             read, damaged = _read_all(context, opened, memory, threads)
         finally:
             for block in opened:
@@ -120,11 +130,9 @@ def _read_windows(
     return good, bad
 
 
-def _memory(allocate: Allocate, specs: tuple[TensorSpec, ...], tokens: int) -> Mapping[str, TensorBuffer]:
-    memory = allocate(specs, tokens)
+def _check(memory: Mapping[str, TensorBuffer], specs: tuple[TensorSpec, ...], tokens: int) -> None:
     for spec in specs:
         memory[spec.name].check(spec, tokens)
-    return memory
 
 
 def _open_window(

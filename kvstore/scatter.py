@@ -31,7 +31,7 @@ __all__ = ["Allocate", "OpenBlock", "scatter"]
 
 Allocate: TypeAlias = Callable[[tuple[TensorSpec, ...], int], Mapping[str, TensorBuffer]]
 """Given the tensors and the number of tokens they must hold at least, returns memory for each by name. Called on the
-thread that called for the restore."""
+thread that called for the restore. ValueError refuses the tensors: see kvstore.restore.read."""
 
 UNIT_BYTES = 1 << 20
 """What a thread reads between two looks at the list: larger units leave the last thread alone for longer and grow cold

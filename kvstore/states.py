@@ -82,7 +82,8 @@ class State:
 
 
 AllocateState: TypeAlias = Callable[[tuple[StateTensor, ...]], Mapping[str, memoryview]]
-"""Given the tensors, returns writable C-contiguous bytes for each by name (none is needed for a zero size)."""
+"""Given the tensors, returns writable C-contiguous bytes for each by name (none is needed for a zero size).
+ValueError refuses the tensors: see read_state."""
 
 
 def state_parts(state: State, first: int, count: int) -> tuple[list[Buffer], int]:
@@ -107,6 +108,8 @@ def _parts(state: State, first: int, count: int) -> tuple[list[Buffer], int, int
     """Buffers to write, payload offset and size of the file; raises PublishError, or one of MISTAKES."""
     if len(state.data) != len(state.tensors):
         raise PublishError("a state needs one buffer for each tensor")
+    if type(state.decode) is not bool:
+        raise PublishError("decode is True or False")
     empty = [[tensor.name, tensor.dtype, list(tensor.shape)] for tensor in state.tensors if not tensor.nbytes]
     entries: dict[str, Any] = {
         "__metadata__": {
@@ -139,7 +142,8 @@ def read_state(space: Space, step: Step, allocate: AllocateState) -> dict[str, S
     """Read the state at a node into memory that allocate provides, digest checked; its values.
 
     None when it is missing or damaged; the counter counts it and the next lookup passes it by. One that cannot be read
-    now is a miss. What allocate raises for tensors of a whole one is raised here.
+    now is a miss. What allocate raises for tensors of a whole one is raised here; with ValueError it refuses them, and
+    the state is passed by from then on, and replaced by the next publish.
     """
     path = step.path.with_suffix(".state")
     with space.context.reading([step.where, str(path)]):
@@ -152,7 +156,7 @@ def _read_at(space: Space, step: Step, path: Path, allocate: AllocateState) -> d
     if ref is None:
         return None
     try:
-        values = _read(context, ref, allocate)
+        found = _read(context, ref, path, allocate)
     except (OSError, EOFError, DamagedBlockError) as error:
         if isinstance(error, FileNotFoundError | NotADirectoryError) or is_damage(error):
             context.counters.add(damaged=1)
@@ -160,8 +164,14 @@ def _read_at(space: Space, step: Step, path: Path, allocate: AllocateState) -> d
         elif not out_of_files(error):
             context.counters.add(missing=1)
         return None
+    if isinstance(found, Exception):
+        try:
+            raise found
+        finally:
+            # It refers to this frame, and would keep the engine's memory in a cycle.
+            del found
     context.counters.add(restored_bytes=ref.size)
-    return values
+    return found
 
 
 def state_size(space: Space, step: Step) -> int:
@@ -188,7 +198,10 @@ def _ref(space: Space, step: Step, path: Path) -> BlockRef | None:
     return ref
 
 
-def _read(context: Context, ref: BlockRef, allocate: AllocateState) -> dict[str, Scalar]:
+def _read(context: Context, ref: BlockRef, path: Path, allocate: AllocateState) -> dict[str, Scalar] | Exception:
+    """The values of a state; or what allocate raised for tensors of a whole one, returned so that its OSError is not
+    taken for one of the file's.
+    """
     with context.fs.open_read(context.layout.block(ref.digest)) as (fd, status):
         if status.st_size != ref.size:
             raise DamagedBlockError(f"is {status.st_size} bytes long, not {ref.size}")
@@ -200,13 +213,18 @@ def _read(context: Context, ref: BlockRef, allocate: AllocateState) -> dict[str,
         # Files without holes cost their maker what they cost here; the others are looked at before memory is asked for.
         if _UNSEEN < status.st_size > allocated_bytes(status) and digest_of_file(fd, status.st_size) != ref.digest:
             raise DamagedBlockError("digest does not match its bytes")
+        asked = False
         try:
-            runs = _runs(allocate(tensors), tensors)
-        except Exception as error:
+            memory = allocate(tensors)
+            asked = True
+            runs = _runs(memory, tensors)
+        except Exception as refusal:
             # The header was not checked yet: a flipped bit in a name gives the engine a tensor that it has not.
             if digest_of_file(fd, ref.size) != ref.digest:
-                raise DamagedBlockError("digest does not match its bytes") from error
-            raise
+                raise DamagedBlockError("digest does not match its bytes") from refusal
+            if isinstance(refusal, ValueError) and not asked:
+                context.damaged.add(path)
+            return refusal
         with short_turns():
             digest = _fill(fd, ref.payload, runs, xxhash.xxh3_128(head))
         if digest != ref.digest:
@@ -217,7 +235,7 @@ def _read(context: Context, ref: BlockRef, allocate: AllocateState) -> dict[str,
 def _runs(memory: Mapping[str, memoryview], tensors: Sequence[StateTensor]) -> list[memoryview]:
     """The bytes to fill, in payload order; raises ValueError when they do not fit."""
     filled = [tensor for tensor in tensors if tensor.nbytes]
-    runs = [memoryview(memory[tensor.name]).cast("B") for tensor in filled]
+    runs = [flat(memory[tensor.name]) for tensor in filled]
     if [run.nbytes for run in runs] != [tensor.nbytes for tensor in filled] or any(run.readonly for run in runs):
         raise ValueError("the memory for a state does not fit its tensors")
     return runs

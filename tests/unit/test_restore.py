@@ -278,16 +278,6 @@ def test_whatever_lies_in_place_of_a_file_is_a_miss(tmp_path, space, what, kind)
     assert restore(space, TOKENS).tokens == 32
 
 
-def test_memory_that_does_not_fit_is_an_error_of_the_engine(space):
-    space.publish(TOKENS, spans(TOKENS, 0, 16))
-
-    def allocate(specs, _count):
-        return {spec.name: TensorBuffer(memoryview(bytearray(spec.span_bytes(8))), 8) for spec in specs}
-
-    with pytest.raises(ValueError, match="does not fit 16 tokens"):
-        space.read(space.lookup(TOKENS), allocate)
-
-
 def test_descriptors_are_closed_whatever_happens(space):
     space.publish(TOKENS, spans(TOKENS, 0, 16, 32))
     before = highest_free(), len(os.listdir("/dev/fd"))

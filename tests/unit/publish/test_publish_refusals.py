@@ -75,6 +75,17 @@ def test_data_that_do_not_fit_are_refused(tmp_path, space):
         {"specs": (replace(SPECS[0], dtype=["BF16"]), *SPECS[1:])},
         {"data": [memoryview(bytes(2 * span(TOKENS, 0, 16).payload_bytes))[::2]]},
         {"data": None},
+        {"data": (part for part in kv(TOKENS, 0, 16))},
+        {"data": [np.frombuffer(b"".join(kv(TOKENS, 0, 16)), ">u2")]},
+        {"data": [np.array([None] * (span(TOKENS, 0, 16).payload_bytes // 8), object)]},
+        {"data": np.frombuffer(b"".join(kv(TOKENS, 0, 16)), "u1")},
+        {"specs": ()},
+        {"specs": None},
+        {"specs": None, "data": []},
+        {"specs": (spec for spec in SPECS)},
+        {"decode": 1},
+        {"decode": np.array([1, 0])},
+        {"decode": None},
         {"phase": 1.5},
     ],
 )
@@ -89,12 +100,13 @@ def test_what_no_reader_takes_is_refused_and_counted(tmp_path, store, space, nod
 
 
 def test_what_is_no_span_is_refused_and_counted(store, space):
-    with pytest.raises(PublishError, match="plain integers"):
-        space.publish(TOKENS, [*spans(TOKENS, 0, 16), (16, 32)])
+    for wrong in ([*spans(TOKENS, 0, 16), (16, 32)], iter(spans(TOKENS, 0, 16)), 5, None):
+        with pytest.raises(PublishError, match="plain integers"):
+            space.publish(TOKENS, wrong)
     space.publish(TOKENS, spans(TOKENS, 0, 16))
     with pytest.raises(PublishError, match="nobody could read"):
         space.publish_state(TOKENS[:16], None)
-    assert store.counters.failed_publishes == 2
+    assert store.counters.failed_publishes == 5
 
 
 def test_a_node_whose_tensors_end_in_the_middle_is_refused(space):
