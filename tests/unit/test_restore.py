@@ -27,7 +27,7 @@ from core_support import (
 )
 
 import kvstore.restore
-from kvstore import FileSystem, Span, TensorBuffer, TensorSpec
+from kvstore import FileSystem, Span, TensorSpec
 from kvstore.blocks import block_head
 from kvstore.fsck import check
 from kvstore.manifest import decode, encode
