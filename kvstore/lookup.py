@@ -267,6 +267,9 @@ def read_manifest(space: Space, path: Path) -> Manifest | None:
         manifest = decode(data)
         if manifest.file_name != path.name or manifest.fingerprint != space.fingerprint:
             raise DamagedManifestError("manifest lies under another name")
+        # The interval is in the root key, so no name that a prompt leads to here can be one of another interval's.
+        if manifest.interval != context.interval:
+            raise DamagedManifestError(f"its interval is {manifest.interval} tokens, not {context.interval}")
     except FileNotFoundError:
         context.counters.add(missing=1)
         return None

@@ -90,6 +90,11 @@ def other_interval(root: Path) -> Path:
     return rewrite(root, node(root, LONG), interval=32)
 
 
+def first_of_another_interval(root: Path) -> Path:
+    """With the root key of this one: nobody saved that."""
+    return rewrite(root, node(root, OTHER[:16]), interval=32)
+
+
 def parentless_start(root: Path) -> Path:
     return rewrite(root, node(root, OTHER[:16]), parent=b"p" * 32)
 

@@ -151,11 +151,12 @@ def _misplaced(reader: Reader, manifest: Manifest, namespace: str, file: str) ->
         return Fault("manifest-misnamed", "It belongs to another namespace than its folder.")
     if manifest.file_name != file:
         return Fault("manifest-misnamed", "It is the manifest of another prefix than its name says.")
+    # The root of its own interval, so that one with only a wrong number in it is not taken for another directory's.
+    if manifest.first == 0 and manifest.parent != root_key(manifest.fingerprint, manifest.interval):
+        return Fault("manifest-parent", "It begins at token 0 but does not continue the namespace's root.")
     if manifest.interval != reader.interval:
         sentence = f"Its interval is {manifest.interval} tokens, and the directory's is {reader.interval}."
         return Fault("manifest-interval", sentence)
-    if manifest.first == 0 and manifest.parent != root_key(manifest.fingerprint, manifest.interval):
-        return Fault("manifest-parent", "It begins at token 0 but does not continue the namespace's root.")
     return None
 
 

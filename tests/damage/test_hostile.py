@@ -101,7 +101,8 @@ NODE_LIES = {
     "a state under the name of spans": {"kind": 2},
     "another place": {"first": 16},
     "a place 2**63": {"first": 2**63},
-    "another interval": {"interval": 15},
+    "a shorter interval": {"interval": 15},
+    "a longer interval": {"interval": 32},
     "another namespace": {"fingerprint": b"\1" * 32},
     "4 billion tokens": {"count": 2**32 - 1},
     "4 billion blocks": {"n_refs": 2**32 - 1},
@@ -118,6 +119,21 @@ def test_a_lie_in_a_manifest_is_a_miss(root, lie):
     path.parent.mkdir(parents=True)
     path.write_bytes(honest.but(**NODE_LIES[lie]).encode())
     assert measured(lambda: read(root)) == 0
+
+
+def test_a_publish_takes_the_place_of_a_manifest_of_another_interval(root):
+    """All else in it is right, so a lookup, which opens none, finds it again and again."""
+    path = node(good_ref(root), interval=32).install(root)
+    path.with_suffix(".state").write_bytes(node(good_ref(root), interval=32, kind=2).encode())
+    with open_store(root) as store:
+        space = store.namespace(INFO)
+        match = space.lookup(TOKENS)
+        assert (match.count, space.state_size(match), space.read(match, Memory()).tokens) == (16, 0, 0)
+        assert store.counters.damaged == 2
+        assert space.lookup(TOKENS).count == 0
+        space.publish(TOKENS, spans(TOKENS, 0, 16))
+    assert read(root) == 16
+    assert decode(path.read_bytes()).interval == 16
 
 
 def test_overlapping_spans_are_a_miss(root):
