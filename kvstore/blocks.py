@@ -19,7 +19,7 @@ from typing import Any
 from kvstore.errors import DamagedBlockError, PublishError
 from kvstore.keys import Buffer, flat
 from kvstore.manifest import BlockRef
-from kvstore.untrusted import JSON_ERRORS, MAX_ELEMENTS, is_plain, parse
+from kvstore.untrusted import JSON_ERRORS, MAX_ELEMENTS, is_plain, parse_exact
 
 __all__ = [
     "DTYPE_BYTES",
@@ -29,6 +29,8 @@ __all__ = [
     "TensorSpec",
     "block_head",
     "block_parts",
+    "parse_header",
+    "parse_part",
     "read_header",
     "read_specs",
 ]
@@ -76,6 +78,9 @@ MISTAKES = (*JSON_ERRORS, BufferError)
 """What it raises to make a header of what a caller should not have given, or to look at data that are no buffers."""
 
 _LENGTH_BYTES = 8
+
+ENTRY_FIELDS = 3
+"""Of a tensor in a header: dtype, shape and data_offsets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +229,8 @@ def read_specs(head: Buffer, ref: BlockRef) -> tuple[TensorSpec, ...]:
     try:
         for name, entry in tensors.items():
             begin, end = entry["data_offsets"]
+            if len(entry) != ENTRY_FIELDS:
+                raise ValueError(f"tensor {name!r:.80} has a field that none has")
             if begin != at or end != at + _bytes(name, entry, ref.count) or {type(begin), type(end)} != {int}:
                 raise ValueError("tensors overlap or leave holes")
             at = end
@@ -247,18 +254,34 @@ def read_header(head: Buffer, ref: BlockRef) -> tuple[dict[str, Any], dict[str, 
     view = memoryview(head)
     if int.from_bytes(view[:_LENGTH_BYTES], "little") != ref.payload - _LENGTH_BYTES:
         raise DamagedBlockError("header length contradicts the manifest")
-    text = bytes(view[_LENGTH_BYTES:])
-    if not _is_bounded(text):
-        raise DamagedBlockError("more tensors or names than any header has")
     try:
-        entries = parse(text)
+        entries = parse_header(bytes(view[_LENGTH_BYTES:]))
         metadata = entries.pop("__metadata__")
         found = metadata["format"], metadata["first"], metadata["count"]
+        if {*map(type, metadata.values())} != {str}:
+            raise TypeError("metadata are strings")
     except JSON_ERRORS as error:
         raise DamagedBlockError(f"header cannot be read: {error!r:.200}") from error
     if found != ("kvstore/1", str(ref.first), str(ref.count)):
         raise DamagedBlockError("it holds other tokens than its manifest says, or is of another format")
     return entries, metadata
+
+
+def parse_header(text: bytes) -> Any:
+    """The document that a header is, as safetensors wants it: nothing before it, and spaces behind it. Raises one of
+    JSON_ERRORS.
+    """
+    end = text.rfind(b"}") + 1
+    if text[:1] != b"{" or text[end:] != b" " * (len(text) - end):
+        raise ValueError("a header begins with its object, and only spaces follow it")
+    return parse_part(text[:end])
+
+
+def parse_part(text: bytes) -> Any:
+    """A document that is a header, or in one; raises one of JSON_ERRORS."""
+    if not _is_bounded(text):
+        raise ValueError("more tensors or names than any header has")
+    return parse_exact(text)
 
 
 def _is_bounded(text: bytes) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import xxhash
 
-from kvstore.blocks import DTYPE_BYTES, MAX_HEADER_BYTES, MISTAKES, pack_header, read_header
+from kvstore.blocks import DTYPE_BYTES, ENTRY_FIELDS, MAX_HEADER_BYTES, MISTAKES, pack_header, parse_part, read_header
 from kvstore.context import Context, Space
 from kvstore.errors import DamagedBlockError, PublishError
 from kvstore.fs import allocated_bytes, is_damage, mostly_holes, out_of_files, preadv_full
@@ -27,7 +27,7 @@ from kvstore.lookup import Step, load_manifest
 from kvstore.manifest import BlockRef
 from kvstore.pacing import paced
 from kvstore.populate import populate
-from kvstore.untrusted import JSON_ERRORS, fits, parse
+from kvstore.untrusted import JSON_ERRORS, fits
 
 __all__ = [
     "AllocateState",
@@ -270,16 +270,22 @@ def parse_state_header(head: Buffer, ref: BlockRef) -> tuple[tuple[StateTensor, 
     """
     entries, metadata = read_header(head, ref)
     try:
-        values = parse(metadata["values"].encode())
+        values = parse_part(metadata["values"].encode())
         rows = [[name, entry["dtype"], entry["shape"]] for name, entry in entries.items()]
         tensors = [_tensor(row) for row in rows]
         at = 0
         for tensor, entry in zip(tensors, entries.values(), strict=True):
             size = tensor.nbytes
-            if not size or entry["data_offsets"] != [at, at + size]:
+            begin, end = entry["data_offsets"]
+            if not size or begin != at or end != at + size or type(begin) is not int or type(end) is not int:
                 raise ValueError("tensors overlap or leave holes")
+            if len(entry) != ENTRY_FIELDS:
+                raise ValueError(f"tensor {tensor.name!r:.80} has a field that none has")
             at += size
-        empty = [_tensor(row) for row in parse(metadata["empty"].encode())]
+        listed = parse_part(metadata["empty"].encode())
+        if type(listed) is not list:
+            raise TypeError("tensors without data are no list")
+        empty = [_tensor(row) for row in listed]
         if any(tensor.nbytes for tensor in empty):
             raise ValueError("a tensor without data has a size")
         tensors += empty
@@ -300,6 +306,8 @@ def _is_scalar(value: object) -> bool:
 
 def _tensor(row: Sequence[Any]) -> StateTensor:
     name, dtype, shape = row
+    if type(row) is not list or type(shape) is not list:
+        raise TypeError("a tensor is a list with a list of its sizes")
     if not isinstance(name, str) or name == "__metadata__" or dtype not in DTYPE_BYTES:
         raise ValueError(f"tensor {name!r:.80} has an impossible name or dtype")
     if any(type(size) is not int or not 0 <= size < MAX_SIZE for size in shape) or not fits(shape):

@@ -9,10 +9,11 @@ Nothing here knows what a document should hold; callers never trust its shape.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["JSON_ERRORS", "MAX_ELEMENTS", "fits", "is_plain", "parse"]
+__all__ = ["JSON_ERRORS", "MAX_ELEMENTS", "fits", "is_plain", "parse", "parse_exact"]
 
 JSON_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 """What parsing and taking apart a document raises when it is not as it should be."""
@@ -29,6 +30,7 @@ MAX_DIGITS = 200
 MAX_ELEMENTS = 1 << 63
 """Of an array."""
 
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _TOO_MANY_DIGITS = b"0" * (MAX_DIGITS + 1)
 _AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 
@@ -40,6 +42,18 @@ def parse(data: bytes) -> Any:
     if not is_plain(data):
         raise ValueError("more objects, items or digits than any such document has")
     return _DECODER.decode(str(data, "utf-8"))
+
+
+def parse_exact(data: bytes) -> Any:
+    """As parse, for what readers in other languages must understand alike. Raises ValueError also for what Python takes
+    and others do not: NaN, Infinity, and half of a surrogate pair. A number may be one that no double holds.
+    """
+    if not is_plain(data):
+        raise ValueError("more objects, items or digits than any such document has")
+    found = _EXACT_DECODER.decode(str(data, "utf-8"))
+    if _SURROGATE.search(data) is not None:
+        json.dumps(found, ensure_ascii=False).encode()  # Python joins whole pairs, and cannot encode a half.
+    return found
 
 
 def is_plain(data: bytes) -> bool:
@@ -70,5 +84,11 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
 _DECODER = json.JSONDecoder(object_pairs_hook=_distinct)
 """Made once: json.loads with a hook makes one for every document."""
+
+_EXACT_DECODER = json.JSONDecoder(object_pairs_hook=_distinct, parse_constant=_refuse)

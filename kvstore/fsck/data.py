@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from kvstore.blocks import DTYPE_BYTES, MAX_HEADER_BYTES, read_specs
+from kvstore.blocks import DTYPE_BYTES, MAX_HEADER_BYTES, parse_header, read_specs
 from kvstore.errors import DamagedBlockError
 from kvstore.fs import mostly_holes
 from kvstore.fsck.findings import Seen
@@ -23,7 +23,7 @@ from kvstore.keys import Buffer
 from kvstore.layout import Kind
 from kvstore.manifest import BlockRef
 from kvstore.states import parse_state_header
-from kvstore.untrusted import JSON_ERRORS, fits, parse
+from kvstore.untrusted import JSON_ERRORS, fits
 
 __all__ = ["Headers", "Verifier", "judge_block"]
 
@@ -121,7 +121,7 @@ def _bounds(head: bytes, size: int) -> str:
     if not 0 < length <= min(size, MAX_HEADER_BYTES) - 8:
         return "its header does not fit into it"
     try:
-        tensors = parse(head[8 : 8 + length])
+        tensors = parse_header(head[8 : 8 + length])
         del tensors["__metadata__"]
         at = 0
         for begin, end, shape, dtype in sorted(

@@ -211,6 +211,17 @@ HEADER_LIES: dict[str, bytes | str | dict] = {
     "metadata that are no object": {"__metadata__": "kvstore/1", "x": GOOD},
     "a name twice": OPEN + "," + ",".join([f'"x":{json.dumps(GOOD)}'] * 2) + "}",
     "metadata twice": OPEN + f',{OPEN[1:]},"x":{json.dumps(GOOD)}}}',
+    "metadata that are no strings": {"__metadata__": {**METADATA, "more": 1}, "x": GOOD},
+    "metadata that are null": {"__metadata__": {**METADATA, "more": None}, "x": GOOD},
+    "a field that no tensor has": header(x={**GOOD, "more": "1"}),
+    "NaN in a field": OPEN + ',"x":' + json.dumps(GOOD)[:-1] + ',"more":NaN}}',
+    "half of a surrogate pair": header(**{"x\ud800": GOOD}),
+    "the other half in capitals": OPEN + ',"x\\uDC00":' + json.dumps(GOOD) + "}",
+    "half of a surrogate pair in the metadata": {"__metadata__": {**METADATA, "more": "\ud800"}, "x": GOOD},
+    "a space in front": " " + json.dumps(header(x=GOOD)),
+    "a line feed behind": json.dumps(header(x=GOOD)) + "\n",
+    "zeros behind": json.dumps(header(x=GOOD)) + "\0\0",
+    "a second object behind": json.dumps(header(x=GOOD)) + "{}",
     "an array": [],
     "nothing": "",
     "not UTF-8": OPEN.encode() + b',"\xff":1}',
@@ -244,6 +255,8 @@ HEADER_LIES |= {
     "2,090 objects": OPEN + ',"x":[' + "{}," * 2_090 + "{}]}",
     "11,000 arrays": OPEN + ',"x":[' + "[]," * 11_000 + "[]]}",
     "23,000 strings": OPEN + ',"x":[' + '"ab",' * 23_000 + '""]}',
+    "23,000 numbers": OPEN + ',"x":[' + "1e9," * 23_000 + "1]}",
+    "21,000 surrogate pairs": filled(OPEN + ',"x":"', "\\ud83d\\ude00", '"}'),
     "2,090 tensors of another size than the file": header(
         **{f"{i:x}": {"dtype": "U8", "shape": [1, 16], "data_offsets": [16 * i, 16 * i + 16]} for i in range(2_090)}
     ),
@@ -320,6 +333,17 @@ STATE_LIES: dict[str, bytes | str | dict] = {
     "a value twice": state({"values": '{"n":1,"n":2}'}),
     "a tensor without bytes of a reserved name": state({"empty": '[["__metadata__","U8",[0]]]'}),
     "a size of 2**40": state({"empty": '[["e","U8",[0,1099511627776]]]'}),
+    "tensors without bytes that are no list": state({"empty": "{}"}),
+    "a tensor without bytes that is no list": state({"empty": '[{"e":1,"U8":2,"":3}]'}),
+    "sizes that are no list": state(s={"dtype": "U8", "shape": "", "data_offsets": [0, 1]}),
+    "offsets that are floats": state(s={**STATE["s"], "data_offsets": [0.0, 64.0]}),
+    "offsets that are no numbers": state(s={**STATE["s"], "data_offsets": [False, 64]}),
+    "a field that no tensor has": state(s={**STATE["s"], "more": 1}),
+    "metadata that are no strings": state({"more": 1}),
+    "half of a surrogate pair as a value": state({"values": '{"n":"\\ud800"}'}),
+    "half of a surrogate pair as a name of a value": state({"values": '{"\\udfff":1}'}),
+    "half of a surrogate pair without bytes": state({"empty": '[["\\ud800","U8",[0]]]'}),
+    "201 digits": state({"values": '{"n":%s}' % ("9" * 201)}),
 } | {f"a value of {text}": state({"values": f'{{"n":{text}}}'}) for text in ("NaN", "Infinity", "-Infinity", "1e999")}
 
 INSIDE = {
@@ -339,6 +363,11 @@ STATE_LIES |= {
     "overlapping tensors": state(s=STATE["s"], t=STATE["s"]),
     "arrays in escapes": json.dumps(state({"values": "?"})).replace(
         "?", "\\u005b" + "\\u005b\\u005d\\u002c" * 14_000 + "[]]"
+    ),
+    "2,101 objects in escapes": json.dumps(state({"values": '{"n":"?"}'})).replace("?", "\\u007b" * 2_100),
+    "12,001 colons in escapes": json.dumps(state({"values": '{"n":"?"}'})).replace("?", "\\u003a" * 12_000),
+    "12,001 colons in escapes without bytes": json.dumps(state({"empty": '[["?","U8",[0]]]'})).replace(
+        "?", "\\u003a" * 12_001
     ),
 }
 

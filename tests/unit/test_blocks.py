@@ -152,6 +152,7 @@ def test_data_of_another_size_than_the_tensors_are_refused(size):
         (TensorSpec(1, "U8", 1, (4,)), TensorSpec("1", "U8", 1, (4,))),
         (TensorSpec(b"0", "U8", 1, (4,)),),
         (TensorSpec(["0"], "U8", 1, (4,)),),
+        (TensorSpec("0\ud800", "U8", 1, (4,)),),
     ],
     ids=repr,
 )

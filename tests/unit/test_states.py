@@ -220,6 +220,10 @@ def test_a_removed_state_is_no_resume_point(namespace):
         State((), [], {}, 0, np.array([1, 0])),
         State((), [], {1: 2, "1": 3}),
         State((), [], {"x": np.bool_(1)}),
+        State((), [], {"x": "\udc80"}),
+        State((), [], {"\ud800": 1}),
+        State((StateTensor("a\udc80", "U8", (1,)),), [b"1"]),
+        State((StateTensor("a\udc80", "U8", (0,)),), [b""]),
         State((), [], None),
         State(None, []),
         State((), None),
@@ -248,7 +252,7 @@ def test_the_tensors_of_a_state_are_checked_once(monkeypatch):
         State([StateTensor("a", "F32", [1])], [np.ones(1, "<f4")]),
         State((StateTensor("", "F32", ()),), [bytes(4)]),
         State((StateTensor("a", "F32", (0, (1 << 40) - 1)),), [b""], {"__metadata__": 1, "": 2}),
-        State((StateTensor("a\udc80", "U8", (1,)),), [b"1"], {"\udc80": "\udc80", "x": 10**199}),
+        State((StateTensor("a\U0001f600", "U8", (1,)),), [b"1"], {"\U0001f600": "\\ud800", "a\U0001f600": 10**199}),
     ],
 )
 def test_what_is_published_is_read(namespace, odd):

@@ -10,7 +10,7 @@ from kvstore import PublishError, State, StateTensor, TensorSpec
 from kvstore.blocks import DTYPE_BYTES, MAX_HEADER_BYTES, MAX_NAMES, MAX_TENSORS, block_head, read_specs
 from kvstore.manifest import BlockRef
 from kvstore.states import state_parts
-from kvstore.untrusted import MAX_DIGITS, MAX_ELEMENTS, MAX_ITEMS, MAX_OBJECTS, fits, is_plain, parse
+from kvstore.untrusted import MAX_DIGITS, MAX_ELEMENTS, MAX_ITEMS, MAX_OBJECTS, fits, is_plain, parse, parse_exact
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,29 @@ def test_digits_of_several_numbers_do_not_add_up():
 def test_what_is_no_document_of_ours(text):
     with pytest.raises((ValueError, RecursionError)):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"NaN", b"Infinity", b"-Infinity", rb'"\ud800"', rb'"\uDFFF"', rb'"\uDBff"'],
+)
+def test_what_only_python_takes(text):
+    for document in (text, b'{"a":[%s]}' % text):
+        parse(document)
+        with pytest.raises(ValueError, match=r"no number|surrogates not allowed"):
+            parse_exact(document)
+
+
+@pytest.mark.parametrize(
+    "text", ["\U0001f600", "\ud7ff\ue000", "\\ud800", "\0", 1e308, -0.0, 5e-324, 10**MAX_DIGITS - 1]
+)
+def test_what_every_reader_takes(text):
+    assert parse_exact(json.dumps([text]).encode()) == parse(json.dumps([text]).encode()) == [text]
+
+
+def test_half_a_pair_is_a_name_of_nothing():
+    with pytest.raises(ValueError, match="surrogates"):
+        parse_exact(rb'{"\ud83d":{"\ude00":1}}')
 
 
 @pytest.mark.parametrize(
