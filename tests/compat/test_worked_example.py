@@ -9,6 +9,7 @@ from pathlib import Path
 
 import golden
 import pytest
+import xxhash
 from format_support import h, pack, root_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
@@ -91,3 +92,18 @@ def test_the_keys_are_those_of_the_prompt():
     assert path.name == f"{keys[2][:16].hex()}-22-{keys[3][:16].hex()}-{'0' * 18}.kv"
     assert path.parent.name == path.name[:2]
     assert path.parent.parent.name == fingerprint[:16].hex()
+
+
+def test_the_rung_is_that_of_the_first_chunk():
+    """From its name's last field to the tokens: nothing of kvstore is used."""
+    ((parent, key, rungs),) = re.findall(r"`objects/\S+/([0-9a-f]{32})-64-([0-9a-f]{32})-([0-9a-f]{18})\.kv`", EXAMPLE)
+    (path,) = GOLDEN.glob(f"objects/nodes/*/{parent[:2]}/{parent}-64-{key}-{rungs}.kv")
+    assert str(path.relative_to(GOLDEN)) in EXAMPLE
+    ((first, second, last, digest),) = re.findall(
+        r"the 256 bytes `([0-9a-f]{8}) ([0-9a-f]{8})` to `([0-9a-f]{8})`\) is\s+`([0-9a-f]{16})`", EXAMPLE
+    )
+    tokens = path.read_bytes()[144 : 144 + 256]
+    assert tokens == pack([7 * index + 3 for index in range(64)])
+    assert [tokens[:4].hex(), tokens[4:8].hex(), tokens[-4:].hex()] == [first, second, last]
+    assert xxhash.xxh3_64_hexdigest(tokens) == digest
+    assert rungs == digest[-6:] + "0" * 12
