@@ -333,6 +333,12 @@ STATE_LIES: dict[str, bytes | str | dict] = {
     "a value twice": state({"values": '{"n":1,"n":2}'}),
     "a tensor without bytes of a reserved name": state({"empty": '[["__metadata__","U8",[0]]]'}),
     "a size of 2**40": state({"empty": '[["e","U8",[0,1099511627776]]]'}),
+    "tensors in another order than their bytes": state(
+        t={"dtype": "U8", "shape": [32], "data_offsets": [32, 64]},
+        s={"dtype": "U8", "shape": [32], "data_offsets": [0, 32]},
+    ),
+    "a dtype that no block has": state(s={**STATE["s"], "dtype": "F8_E8M0"}),
+    "a dtype that no block has, without bytes": state({"empty": '[["e","C64",[0]]]'}),
     "tensors without bytes that are no list": state({"empty": "{}"}),
     "a tensor without bytes that is no list": state({"empty": '[{"e":1,"U8":2,"":3}]'}),
     "sizes that are no list": state(s={"dtype": "U8", "shape": "", "data_offsets": [0, 1]}),

@@ -252,6 +252,7 @@ def test_the_tensors_of_a_state_are_checked_once(monkeypatch):
         State([StateTensor("a", "F32", [1])], [np.ones(1, "<f4")]),
         State((StateTensor("", "F32", ()),), [bytes(4)]),
         State((StateTensor("a", "F32", (0, (1 << 40) - 1)),), [b""], {"__metadata__": 1, "": 2}),
+        State((StateTensor("a", "U8", (1,)), StateTensor("b", "U8", (0,))), [b"1", b""], {"a": 1, "b": 2}),
         State((StateTensor("a\U0001f600", "U8", (1,)),), [b"1"], {"\U0001f600": "\\ud800", "a\U0001f600": 10**199}),
     ],
 )
