@@ -217,9 +217,9 @@ def remove_staged(fs: FileSystem, folder: Path, is_staged: Callable[[str], objec
 
 @dataclass(eq=False)
 class _Reads:
-    """Manifests that threads read just now."""
+    """Manifests that threads read just now, by who reads them."""
 
-    held: list[frozenset[str]] = field(default_factory=list)
+    held: dict[object, frozenset[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         renew_in_forks(self)
@@ -268,17 +268,21 @@ class Context:
         Blocks are opened some at a time, and those that are not open yet have only their names to live by.
         """
         held = frozenset(paths)
-        self._reads.held.append(held)
+        me = object()
         try:
+            # In here: an interrupt before the try would keep them from every collection of this process.
+            self._reads.held[me] = held
             self.note_use(held)
             yield
         finally:
-            self.note_use(held)
-            self._reads.held.remove(held)
+            try:
+                self.note_use(held)
+            finally:
+                self._reads.held.pop(me, None)
 
     def is_read(self, path: Path) -> bool:
         """Whether some thread reads what a manifest names just now."""
-        return any(str(path) in held for held in tuple(self._reads.held))
+        return any(str(path) in held for held in self._reads.held.copy().values())
 
     def last_use(self, path: Path, now_ns: int) -> int:
         """When this process used a manifest; 0 when it did not, or at a time that says nothing now (FUTURE_NS)."""

@@ -40,33 +40,51 @@ class _Setting(Generic[_V]):
         self._write = write
         self._wanted = wanted
         self._lock = threading.Lock()
-        self._inside = 0
-        self._before = self._ours = read()
+        self._inside: set[object] = set()
+        self._before = read()
+        # Whether it is changed, or about to be; and to what, as it reads, if that is known.
+        self._changed = False
+        self._ours: _V | None = None
         renew_in_forks(self)
 
     def forked(self) -> None:
         """See kvstore.forks: who wanted it are the parent's other threads."""
         self._lock = threading.Lock()
-        if self._inside and self._read() == self._ours:
-            self._write(self._before)
-        self._inside = 0
+        self._inside.clear()
+        self._put_back()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """For the time of a ``with``."""
-        with self._lock:
-            self._inside += 1
-            if self._inside == 1:
-                self._before = self._read()
-                self._write(self._wanted(self._before))
-                self._ours = self._read()
+        """For the time of a ``with``. The user may interrupt between any two steps, and it is put back all the same."""
+        me = object()
         try:
+            self._enter(me)
             yield
         finally:
-            with self._lock:
-                self._inside -= 1
-                if not self._inside and self._read() == self._ours:
-                    self._write(self._before)
+            # Twice, because an interrupt may end the first anywhere: what that did is not done again.
+            try:
+                self._leave(me)
+            finally:
+                self._leave(me)
+
+    def _enter(self, who: object) -> None:
+        with self._lock:
+            self._inside.add(who)
+            if not self._changed:
+                self._before, self._ours, self._changed = self._read(), None, True
+                self._write(self._wanted(self._before))
+                self._ours = self._read()
+
+    def _leave(self, who: object) -> None:
+        with self._lock:
+            self._inside.discard(who)
+            if not self._inside:
+                self._put_back()
+
+    def _put_back(self) -> None:
+        if self._changed and (self._ours is None or self._read() == self._ours):
+            self._write(self._before)
+        self._changed = False
 
 
 def _set_turn(seconds: float) -> None:

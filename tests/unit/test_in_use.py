@@ -11,7 +11,9 @@ import time
 import pytest
 from core_support import INFO, Memory, read_checked
 from gc_support import HOUR, SECOND, ahead, open_store, prompt, publish, state
+from interrupt_support import interrupted
 
+import kvstore.context
 import kvstore.restore
 from kvstore.eviction import PROTECT_NS, Policy
 from kvstore.gc import collect
@@ -95,6 +97,25 @@ def test_what_is_read_no_more_is_held_no_more(later):
         except MemoryError:
             assert allocate is refuse
     assert collect(later.context, Policy(size=0, protect_ns=0)).nodes == NODES
+
+
+def test_what_an_interrupt_kept_from_being_read_is_held_no_more(later):
+    context = later.context
+    manifest = context.layout.nodes / "a manifest"
+    places = 0
+
+    def read() -> None:
+        with context.reading([str(manifest)]):
+            pass
+
+    with context.reading([str(manifest)]):
+        # Others who read the same are not let go of.
+        for places in interrupted(read, kvstore.context):  # noqa: B007
+            assert context.is_read(manifest)
+    assert not context.is_read(manifest)
+    assert places > 10
+    for _ in interrupted(read, kvstore.context):
+        assert not context.is_read(manifest)
 
 
 def test_a_use_before_the_clock_was_set_back_protects_nothing(tmp_path, store, space):

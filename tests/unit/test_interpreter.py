@@ -7,7 +7,9 @@ import sys
 import threading
 
 import pytest
+from interrupt_support import interrupted
 
+import kvstore.interpreter
 from kvstore.interpreter import TURN_S, no_full_search_for_cycles, short_turns
 
 
@@ -108,3 +110,47 @@ def test_thresholds_that_somebody_set_meanwhile_stay():
         assert gc.get_threshold() == (500, 5, 5)
     finally:
         gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize("deep", [1, 2])
+@pytest.mark.parametrize(
+    ("setting", "read"),
+    [(short_turns, sys.getswitchinterval), (no_full_search_for_cycles, gc.get_threshold)],
+    ids=["turns", "search"],
+)
+def test_an_interrupt_between_any_two_steps_leaves_nothing_changed(setting, read, deep):
+    before, places = read(), 0
+
+    def enter(times: int) -> None:
+        with setting():
+            if times > 1:
+                enter(times - 1)
+
+    for places in interrupted(lambda: enter(deep), kvstore.interpreter):  # noqa: B007
+        assert read() == before
+        with setting():
+            assert read() != before
+        assert read() == before
+    assert places > 20 * deep
+
+
+def test_an_interrupt_puts_nothing_back_that_another_thread_wants(before):
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with short_turns():
+            inside.set()
+            leave.wait(30)
+
+    def enter() -> None:
+        with short_turns():
+            pass
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(10)
+    for _ in interrupted(enter, kvstore.interpreter):
+        assert sys.getswitchinterval() == pytest.approx(TURN_S)
+    leave.set()
+    thread.join()
+    assert sys.getswitchinterval() == before
