@@ -29,8 +29,15 @@ def renew_in_forks(one: Forkable) -> None:
 
 
 def _forked() -> None:
+    """One that fails keeps no other from it. What is raised here the interpreter prints, and the child goes on."""
+    failed: BaseException | None = None
     for one in list(_known):
-        one.forked()
+        try:
+            one.forked()
+        except BaseException as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -114,11 +114,12 @@ class StatsFile:
         """Begin at zero: as an object that is new, and as one that a fork took along (kvstore.forks)."""
         self._lock = threading.Lock()
         self._writing = threading.Lock()
-        me = this_process()
-        self._writer = f"{me.host}.{me.boot}.{me.pid}.{secrets.token_hex(4)}"
-        self._began = self._context.clock() // 10**9
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._changed = False
+        me = this_process()
+        self._writer = f"{me.host}.{me.boot}.{me.pid}.{secrets.token_hex(4)}"
+        # Last: the clock is the caller's, and if it fails in a fork nothing of the parent's is counted twice.
+        self._began = self._context.clock() // 10**9
 
     @property
     def path(self) -> Path:

@@ -180,3 +180,56 @@ def test_a_fork_does_not_wait_for_threads_that_it_lacks(tmp_path):
         assert read_stats(store.context).total("requests") == 6
         for seed in range(3):
             assert restore(store.namespace(INFO), prompt(40, seed)).tokens == 40
+
+
+FAILS = """
+import signal
+from dataclasses import replace
+from kvstore.forks import renew_in_forks
+from kvstore.stats import StatsFile
+
+class Broken:
+    def forked(self):
+        raise ZeroDivisionError("broken")
+
+parent, works = os.getpid(), []
+
+def clock():
+    if os.getpid() != parent and not works:
+        raise ZeroDivisionError("no clock")
+    return 10**18
+
+broken = [Broken() for _ in range(40)]
+for each in broken:
+    renew_in_forks(each)
+stats = StatsFile(replace(store.context, clock=clock))
+stats.add(requests=100)
+assert stats.flush()
+locks = [store.counters._lock, store.context.staging._lock, store._renewal._lock, stats._lock, stats._writing]
+for lock in locks:
+    lock.acquire()
+if not (pid := os.fork()):
+    signal.alarm(20)
+    works.append(True)
+    publish(1)
+    stats.add(requests=6)
+    assert stats.flush()
+    store.close()
+    os._exit(0)
+assert end_of(pid) == 0
+for lock in locks:
+    lock.release()
+store.close()
+"""
+
+
+def test_what_fails_in_a_fork_leaves_no_dead_lock_in_the_rest(tmp_path):
+    """The interpreter prints the first of the errors, and the child goes on."""
+    root = tmp_path / "s"
+    command = [sys.executable, "-W", "error", "-c", PUBLISH + FAILS, str(root), str(TESTS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("ZeroDivisionError: ") == 1
+    with open_store(root, None) as store:
+        assert read_stats(store.context).total("requests") == 106
+        assert restore(store.namespace(INFO), prompt(40, 1)).tokens == 40
