@@ -51,7 +51,7 @@ class Forest:
         self._starts, self._named = array("Q", [0]), array("Q")
         self._block: dict[bytes, int] = {}
         self._sizes, self._user = array("Q"), array("q")
-        # Blocks that only contained tails name: repack gave the longer sibling others.
+        # By namespace: blocks that contained tails name and nothing beside them: repack gave the longer sibling others.
         self._beside: dict[bytes, dict[bytes, int]] = {}
         parents: list[bytes] = []
         for marks in parts:
@@ -67,18 +67,22 @@ class Forest:
                 self._add(name, files)
                 parents.append(self._start(files[0]) + bytes.fromhex(files[0].file.parent))
             if inside:
-                self._set_beside([node for node in marks.nodes if not node.unreadable and self._name(node) in inside])
+                tails = [node for node in marks.nodes if not node.unreadable and self._name(node) in inside]
+                self._set_beside(tails, [node for files in found.values() for node in files])
         self._above = array("q", (self._number.get(name, _NONE) for name in parents))
         self._children = array("I", bytes(4 * len(parents)))
         for above in self._above:
             if above != _NONE:
                 self._children[above] += 1
 
-    def _set_beside(self, tails: Iterable[Marked]) -> None:
+    def _set_beside(self, tails: Iterable[Marked], others: Iterable[Marked]) -> None:
+        named = {(self._start(node), digest) for node in others for digest, _ in node.blocks}
         for tail in tails:
-            left = {digest: size for digest, size in tail.blocks if digest not in self._block}
+            start = self._start(tail)
+            # What another namespace names is this one's as well: none of them is first.
+            left = {digest: size for digest, size in tail.blocks if (start, digest) not in named}
             if left:
-                self._beside.setdefault(self._start(tail), {}).update(left)
+                self._beside.setdefault(start, {}).update(left)
 
     def _name(self, node: Marked) -> bytes:
         """What a node is called here: the number of its namespace, and its key."""
@@ -195,6 +199,11 @@ class Forest:
             )
             for namespace, start in self._namespaces.items()
         }
+
+    def total(self) -> int:
+        """Bytes of all blocks that any namespace names, each once."""
+        beside = {digest: size for blocks in self._beside.values() for digest, size in blocks.items()}
+        return sum(self._sizes) + sum(size for digest, size in beside.items() if digest not in self._block)
 
     def path(self, number: int) -> list[int]:
         """The nodes from the first that is there down to this one. Ends at a node that does not begin before its child:

@@ -92,7 +92,7 @@ def _totals(found: Listing, stats: Stats) -> list[tuple[str, str]]:
         ("conversations", f"{len(found.conversations):,}"),
         ("models", f"{len(spaces):,}"),
         ("longest", f"{max((each.tokens for each in spaces), default=0):,} tokens"),
-        ("saved", format_size(sum(each.size for each in spaces))),
+        ("saved", format_size(found.forest.total())),
     ]
     prompt = stats.total("prompt_tokens")
     if prompt:

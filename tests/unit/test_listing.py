@@ -285,3 +285,21 @@ def test_namespaces_are_added_up_in_one_pass():
     rows = by_namespace(Listing(leaves, 0, 0, forest), leaves)
     assert sorted(row.size for row in rows) == [1007 + at for at in range(60)]
     assert Walked.times == 1
+
+
+def test_what_a_namespace_takes_does_not_depend_on_which_is_read_first():
+    """Two tenants with equal blocks, of which one was repacked: its contained tail names what the other names, too."""
+
+    def node(space: str, tokens: int, *blocks: tuple[bytes, int]) -> Marked:
+        name = NodeName("00" * 16, tokens, hashlib.md5(b"%d" % tokens).hexdigest(), "0" * 18).file("kv")
+        return Marked(NodeFile(space * 16, name, 9000, 12288, tokens, tokens), 0, blocks)
+
+    first, second, joined = (b"first", 100), (b"second", 20), (b"joined", 120)
+    repacked = Marks([node("aa", 5, first), node("aa", 14, joined)], containers={0: [1]})
+    grown = Marks([node("bb", 5, first), node("bb", 14, first, second)], containers={0: [1]})
+    for parts in ((repacked, grown), (grown, repacked), (repacked,), (grown,)):
+        forest = Forest(parts)
+        sizes = forest.sizes()
+        assert sizes == {key: size for key, size in (("aa" * 16, 220), ("bb" * 16, 120)) if key in sizes}
+        assert len(sizes) == len(parts)
+        assert forest.total() == (240 if len(parts) == 2 else sum(sizes.values()))

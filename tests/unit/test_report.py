@@ -109,6 +109,15 @@ def test_the_page_is_one_file_that_fetches_nothing(root, tmp_path):
     assert "default-src 'none'" in text
 
 
+def test_what_two_tenants_share_is_saved_once(root):
+    with open_store(root, None) as store:
+        before = report(store.context)["totals"]
+        grow(store.namespace(NamespaceInfo({}, salt=b"another")), TOKENS, 16, 32, 40)
+        found = report(store.context)["totals"]
+    assert ("models", "3") in found
+    assert dict(found)["saved"] == dict(before)["saved"]
+
+
 def test_nothing_in_a_label_gets_out_of_its_element(tmp_path):
     label = "</script><script>alert(1)</script> & <!-- \u2028 \"'"
     with open_store(tmp_path / "s") as store:
