@@ -7,14 +7,17 @@ tokenization.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 import struct
 from contextlib import suppress
 from pathlib import Path
 
 from kvstore.commit import put_file
 from kvstore.context import Context
+from kvstore.fs import is_damage
 from kvstore.keys import TOKEN_BYTES, checksum, request_key
 from kvstore.manifest import newer_format
 
@@ -52,12 +55,13 @@ class Tokenizations:
         path = self._path(key)
         try:
             data, status = context.fs.read_file(path, MAX_ENTRY_BYTES)
-        except OSError:
+        except OSError as error:
+            if is_damage(error) and error.errno != errno.EFBIG:
+                self._found_damaged(path)
             return None
         tokens = decode(data, key)
         if tokens is None and newer_format(data, MAGIC) is None:
-            context.counters.add(damaged=1)
-            context.damaged.add(path)
+            self._found_damaged(path)
             return None
         # Whatever was damaged, somebody has replaced it.
         context.damaged.discard(path)
@@ -66,12 +70,21 @@ class Tokenizations:
                 context.fs.touch(path, context.clock())
         return tokens
 
+    def _found_damaged(self, path: Path) -> None:
+        self._context.counters.add(damaged=1)
+        self._context.damaged.add(path)
+
     def put(self, request: bytes, tokens: bytes) -> None:
         """Save the packed tokens of a request. Raises OSError; the caller counts it and goes on."""
         context = self._context
         key = request_key(self._scope, request)
         path = self._path(key)
-        if len(tokens) > MAX_TOKENS * TOKEN_BYTES or (path.exists() and path not in context.damaged):
+        if len(tokens) > MAX_TOKENS * TOKEN_BYTES:
+            return
+        # What was found damaged is read once more: tokenizing took seconds, in which somebody may have replaced it.
+        status = _status(path)
+        if status is not None and (path not in context.damaged or _is_to_stay(context, path, status, key)):
+            context.damaged.discard(path)
             return
         body = _HEAD.pack(MAGIC, FORMAT, len(tokens) // TOKEN_BYTES, key, context.clock()) + tokens
         # Equal keys have equal tokens, so a rename over an entry changes nothing but a damaged one. One that a power
@@ -113,6 +126,32 @@ def stands(context: Context, path: Path, size: int) -> bool:
     except OSError:
         return True
     return newer_format(data, MAGIC) is not None
+
+
+def _is_to_stay(context: Context, path: Path, status: os.stat_result, key: bytes | None = None) -> bool:
+    """Whether what has an entry's name is by a newer kvstore, or whole and that of this key. Raises OSError as stands.
+
+    What is larger than ours can be may be a newer kvstore's; a link or a FIFO is nobody's.
+    """
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    try:
+        data, _ = context.fs.read_file(path, MAX_ENTRY_BYTES)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if is_damage(error):
+            return error.errno == errno.EFBIG
+        raise
+    return newer_format(data, MAGIC) is not None or (key is not None and decode(data, key) is not None)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """What has a name. A file in place of its folder raises, where kvstore.fs.status_of says that nothing has it."""
+    try:
+        return os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
 
 
 def _below(folder: Path) -> list[Path]:

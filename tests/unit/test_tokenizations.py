@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
-from kvstore import Store, pack_tokens
+from kvstore import FileSystem, Store, pack_tokens
 from kvstore.keys import checksum
+from kvstore.tokenizations import MAX_ENTRY_BYTES
 
 REQUEST = b'{"messages":[{"role":"user","content":"hi"}],"tools":null}'
 TOKENS = pack_tokens([1, 5, 70000, 2**32 - 1])
@@ -92,6 +95,89 @@ def test_what_was_damaged_and_was_replaced_is_not_replaced_again(store, newer):
     there = path.stat()
     cache.put(REQUEST, TOKENS)
     assert (path.read_bytes(), path.stat().st_ino) == (data + checksum(data), there.st_ino)
+
+
+@pytest.mark.parametrize("newer", [True, False])
+def test_what_is_replaced_while_this_process_tokenizes_stays(store, newer):
+    """A long request takes seconds between the miss and the entry."""
+    cache = store.tokenizations(b"s")
+    cache.put(REQUEST, TOKENS)
+    (path,) = files(store)
+    good = path.read_bytes()
+    path.write_bytes(good[:-1])
+    assert cache.get(REQUEST) is None
+    data = good[:8] + b"\x02" + good[9:-16] if newer else good[:-16]
+    path.write_bytes(data + checksum(data))
+    there = path.stat()
+    cache.put(REQUEST, TOKENS)
+    assert (path.read_bytes(), path.stat().st_ino) == (data + checksum(data), there.st_ino)
+    assert store.context.damaged == set()
+
+
+def test_what_was_damaged_and_cannot_be_read_now_stays(store, monkeypatch):
+    cache = store.tokenizations(b"s")
+    cache.put(REQUEST, TOKENS)
+    (path,) = files(store)
+    path.write_bytes(b"short")
+    assert cache.get(REQUEST) is None
+
+    def failing(fs, asked, limit):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(asked))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystem, "read_file", failing)
+        with pytest.raises(OSError, match="Input/output"):
+            cache.put(REQUEST, TOKENS)
+    assert path.read_bytes() == b"short"
+    cache.put(REQUEST, TOKENS)
+    assert cache.get(REQUEST) == TOKENS
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_name("away"))
+    path.symlink_to("away")
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("instead", [link, fifo])
+def test_what_is_no_file_is_damaged_and_heals(store, instead):
+    cache = store.tokenizations(b"s")
+    cache.put(REQUEST, TOKENS)
+    (path,) = files(store)
+    instead(path)
+    assert cache.get(REQUEST) is None
+    assert store.counters.damaged == 1
+    cache.put(REQUEST, TOKENS)
+    assert cache.get(REQUEST) == TOKENS
+    assert not path.is_symlink()
+
+
+def test_a_folder_under_its_name_is_a_miss_that_no_file_replaces(store):
+    cache = store.tokenizations(b"s")
+    cache.put(REQUEST, TOKENS)
+    (path,) = files(store)
+    path.unlink()
+    path.mkdir()
+    assert cache.get(REQUEST) is None
+    with pytest.raises(IsADirectoryError):
+        cache.put(REQUEST, TOKENS)
+    assert path.is_dir()
+    assert not any(store.context.layout.tmp.rglob("[0-9a-f]"))
+
+
+def test_what_is_larger_than_ours_may_be_a_newer_version_s_and_stays(store):
+    cache = store.tokenizations(b"s")
+    cache.put(REQUEST, TOKENS)
+    (path,) = files(store)
+    os.truncate(path, MAX_ENTRY_BYTES + 1)
+    assert cache.get(REQUEST) is None
+    cache.put(REQUEST, TOKENS)
+    assert path.stat().st_size == MAX_ENTRY_BYTES + 1
+    assert store.counters.damaged == 0
 
 
 def test_a_truncated_entry_is_a_miss(store):
