@@ -11,15 +11,15 @@ target's stays: that makes the merge of a directory with its own repacked or old
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
 from kvstore.alike import differ
-from kvstore.commit import intact, newer_manifest, put_file, put_manifest
+from kvstore.commit import intact, newer_manifest, put_manifest
 from kvstore.context import Context
 from kvstore.copying import BUFFER_BYTES, copy_block
 from kvstore.destination import check_apart
@@ -32,55 +32,21 @@ from kvstore.errors import (
     KVStoreError,
     MissingParentError,
 )
-from kvstore.layout import Layout
-from kvstore.manifest import MAX_MANIFEST_BYTES, BlockRef, decode, newer_format
-from kvstore.namespace import MAX_NAMESPACE_BYTES, read_namespace_file
-from kvstore.scan import NodeFile, nodes, tokenizations
+from kvstore.manifest import MAX_MANIFEST_BYTES, BlockRef, decode
+from kvstore.merged import MergeReport
+from kvstore.scan import NodeFile, nodes
+from kvstore.small_files import bring_descriptions, bring_tokenizations
 from kvstore.stats import merge_stats
 from kvstore.stored import Stored, load
-from kvstore.tokenizations import MAGIC, MAX_ENTRY_BYTES, stands
-from kvstore.tokenizations import decode as decode_tokens
 from kvstore.walk import Tally
 
 __all__ = ["MergeReport", "merge"]
-
-MAX_PROBLEMS = 100
-"""Sentences kept of a run; the rest is only counted."""
 
 _TRIES = 3
 """A block that is gone may mean that its manifest was replaced (repack) or removed (gc) meanwhile: look again."""
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with bytes copied and bytes to copy in all."""
-
-
-@dataclass
-class MergeReport:
-    """What was brought over, or with dry_run would be (as far as manifests and the headers of blocks tell).
-
-    nodes, states, tokenizations, namespaces (descriptions), blocks: copied, and copied_bytes of these blocks. there:
-    manifests that the target had already. damaged: files of the source that are not whole, manifests that name them,
-    and those that go on with other tensors; newer: those that a newer kvstore wrote; problems says which.
-    without_parent: nodes that continue one which neither directory has whole. skipped: what changed or vanished
-    meanwhile; another run brings what is still there. foreign: files in the source that are not kvstore's. error: one
-    sentence, why it stopped; what was done until then is counted.
-    """
-
-    dry_run: bool = False
-    nodes: int = 0
-    states: int = 0
-    blocks: int = 0
-    copied_bytes: int = 0
-    tokenizations: int = 0
-    namespaces: int = 0
-    there: int = 0
-    damaged: int = 0
-    newer: int = 0
-    without_parent: int = 0
-    skipped: int = 0
-    foreign: int = 0
-    problems: list[str] = field(default_factory=list)
-    error: str = ""
 
 
 def merge(
@@ -127,15 +93,17 @@ class _Merge:
 
     def run(self) -> None:
         """Nodes before states, because a state lies at a node; then what nothing depends on."""
-        if not self._report.dry_run:
-            for folder in self._target.layout.folders:
+        for folder in self._target.layout.folders:
+            if not self._report.dry_run:
                 self._target.fs.make_dir(folder)
+            if folder.exists() and not folder.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
         for file in nodes(self._target.layout, Tally()):
             self._know(file)
         for file in self._survey():
             self._node(file)
-        self._tokenizations()
-        self._namespaces()
+        bring_tokenizations(self._source, self._target, self._report)
+        bring_descriptions(self._source, self._target, self._report)
         if not self._report.dry_run:
             merge_stats(self._source, self._target)
         self._progress(self._total, self._total)
@@ -146,14 +114,15 @@ class _Merge:
         found: list[tuple[bool, int, NodeFile]] = []
         missing: dict[bytes, int] = {}
         try:
-            for file in nodes(self._source.layout, tally):
-                stored = self._load(file)
-                if stored is not None:
-                    found.append((file.kind == "state", stored.manifest.first, file))
-                    refs = stored.manifest.blocks
-                    missing.update((ref.digest, ref.size) for ref in refs if not intact(self._target, ref))
+            files = list(nodes(self._source.layout, tally))
         except OSError as error:
             raise unavailable(self._source.layout.root, error) from error
+        for file in files:
+            stored = self._load(file)
+            if stored is not None:
+                found.append((file.kind == "state", stored.manifest.first, file))
+                refs = stored.manifest.blocks
+                missing.update((ref.digest, ref.size) for ref in refs if not intact(self._target, ref))
         self._report.foreign += tally.foreign
         self._total = sum(missing.values())
         return [file for *_, file in sorted(found)]
@@ -166,9 +135,9 @@ class _Merge:
             path = file.path(self._source.layout)
             with suppress(OSError):
                 if (version := newer_manifest(self._source, path)) is not None:
-                    self._newer(f"manifest {path}", version)
+                    self._report.leave_newer(f"manifest {path}", version)
                     return None
-            self._problem(f"manifest {path} is left out: {error}")
+            self._leave_out(file, error)
             return None
         if stored is None:
             self._report.skipped += 1
@@ -193,13 +162,21 @@ class _Merge:
             except DamagedError:
                 self._report.damaged += 1
                 return
+            except NotADirectoryError as error:
+                # In the target, where a file has the name of a folder: nothing can be there, and the rest can.
+                self._leave_out(file, f"{error.filename2 or error.filename}: {error.strerror}")
+                return
             before = stored
-        self._problem(f"manifest {file.path(self._source.layout)} is left out: a block that it names is missing")
+        self._leave_out(file, "a block that it names is missing")
+
+    def _leave_out(self, file: NodeFile, why: object) -> None:
+        self._report.leave_damaged(f"manifest {file.path(self._source.layout)} is left out: {why}")
 
     def _bring(self, file: NodeFile, stored: Stored) -> bool:
         """Bring one node or state; False when the source lacks one of its blocks.
 
-        Raises MissingParentError when a collector of the target was faster, DamagedError (reported) for a bad block.
+        Raises MissingParentError when a collector of the target was faster, DamagedError (reported) for a bad block,
+        and NotADirectoryError when no file can be where the manifest or a block of it belongs.
         """
         path = file.path(self._target.layout)
         used = min(stored.status.st_mtime_ns, self._now_ns)
@@ -213,7 +190,7 @@ class _Merge:
             self._report.without_parent += 1
             return True
         if file.kind == "kv" and (unlike := self._unlike(file, stored, below)):
-            self._problem(f"manifest {file.path(self._source.layout)} is left out: {unlike}")
+            self._leave_out(file, unlike)
             return True
         if not all(self._block(ref) for ref in stored.manifest.blocks):
             return False
@@ -237,6 +214,7 @@ class _Merge:
 
         One that is not whole, or without the blocks that the source's has, is remembered as damaged, so that
         put_manifest sets it aside. One that cannot be read may be whole, and stays, as one of a newer version does.
+        Raises NotADirectoryError when there can be none.
         """
         there = None
         try:
@@ -248,8 +226,10 @@ class _Merge:
             else:
                 if there is None:
                     return False
+        except NotADirectoryError:
+            raise
         except OSError as error:
-            self._problem(f"manifest {path} cannot be read ({error.strerror}); it is left as it is")
+            self._report.leave_damaged(f"manifest {path} cannot be read ({error.strerror}); it is left as it is")
             return True
         with suppress(DamagedBlockError):
             if (
@@ -318,7 +298,7 @@ class _Merge:
             found = copy_block(self._source, self._target, ref, self._buffer, self._wrote)
         except DamagedBlockError as error:
             self._bad.add(ref.digest)
-            self._problem(f"{error}; it is left out")
+            self._report.leave_damaged(f"{error}; it is left out")
             raise
         if found:
             self._copied.add(ref.digest)
@@ -329,69 +309,3 @@ class _Merge:
     def _wrote(self, size: int) -> None:
         self._done += size
         self._progress(min(self._done, self._total), self._total)
-
-    # What nothing depends on.
-
-    def _tokenizations(self) -> None:
-        tally = Tally()
-        try:
-            found = list(tokenizations(self._source.layout, tally))
-        except OSError as error:
-            raise unavailable(self._source.layout.root, error) from error
-        self._report.foreign += tally.foreign
-        for file in found:
-            name = file.name
-            path = self._target.layout.tokens / name[:2] / name
-            used = min(file.mtime_ns, self._now_ns)
-            if stands(self._target, path, file.size):
-                with suppress(MissingParentError):
-                    self._use(path, used)
-                continue
-            source = self._source.layout.tokens / name[:2] / name
-            try:
-                data, _ = self._source.fs.read_file(source, MAX_ENTRY_BYTES)
-            except FileNotFoundError:
-                self._report.skipped += 1
-                continue
-            except OSError as error:
-                self._problem(f"tokenization {source} is left out: {error.strerror}")
-                continue
-            if (version := newer_format(data, MAGIC)) is not None:
-                self._newer(f"tokenization {source}", version)
-                continue
-            if data[16:32].hex() != name or decode_tokens(data, data[16:48]) is None:
-                self._problem(f"tokenization {source} is left out: it is damaged")
-                continue
-            if not self._report.dry_run:
-                put_file(self._target, path, [data], used)
-            self._report.tokenizations += 1
-
-    def _namespaces(self) -> None:
-        try:
-            names = sorted(os.listdir(self._source.layout.namespaces))
-        except OSError:
-            names = []
-        for name in names:
-            stem, _, suffix = name.partition(".")
-            path = self._target.layout.namespaces / name
-            if suffix != "json" or not Layout.is_namespace_id(stem) or path.exists():
-                continue
-            source = self._source.layout.namespaces / name
-            if not read_namespace_file(self._source.fs, source):
-                self._problem(f"namespace description {source} is left out: it cannot be read")
-                continue
-            if not self._report.dry_run:
-                put_file(self._target, path, [self._source.fs.read_file(source, MAX_NAMESPACE_BYTES)[0]])
-            self._report.namespaces += 1
-
-    def _newer(self, what: str, version: int) -> None:
-        self._report.newer += 1
-        self._say(f"{what} is left out: it has format {version}, which a newer kvstore wrote; merge with that one")
-
-    def _problem(self, sentence: str) -> None:
-        self._report.damaged += 1
-        self._say(sentence)
-
-    def _say(self, sentence: str) -> None:
-        if len(self._report.problems) < MAX_PROBLEMS:
-            self._report.problems.append(sentence)

@@ -17,7 +17,7 @@ from kvstore.keys import namespace_fingerprint
 from kvstore.layout import Layout
 from kvstore.untrusted import parse
 
-__all__ = ["MAX_NAMESPACE_BYTES", "NamespaceInfo", "read_label", "read_namespace_file"]
+__all__ = ["MAX_NAMESPACE_BYTES", "NamespaceInfo", "namespace_document", "read_label", "read_namespace_file"]
 
 MAX_NAMESPACE_BYTES = 1 << 20
 _ID_BYTES = 16
@@ -65,8 +65,16 @@ def read_namespace_file(fs: FileSystem, path: Path) -> dict[str, Any]:
     """The document of a namespace; empty when it is missing or unreadable, because people's text is never needed."""
     try:
         data, _ = fs.read_file(path, MAX_NAMESPACE_BYTES)
+    except OSError:
+        return {}
+    return namespace_document(data)
+
+
+def namespace_document(data: bytes) -> dict[str, Any]:
+    """The document in a namespace's file; empty when there is none in it."""
+    try:
         content = parse(data)
-    except (OSError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

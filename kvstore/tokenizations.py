@@ -114,18 +114,14 @@ class Tokenizations:
 
 
 def stands(context: Context, path: Path, size: int) -> bool:
-    """Whether an entry is there that one of this size need not replace: of that size too, or by a newer kvstore. One
-    that cannot be read may be either.
+    """Whether an entry is there that one of this size need not replace: of that size too, or by a newer kvstore.
+
+    Raises OSError when that cannot be told, or when no file can have the name.
     """
-    try:
-        if os.stat(path, follow_symlinks=False).st_size == size:
-            return True
-        data, _ = context.fs.read_file(path, MAX_ENTRY_BYTES)
-    except FileNotFoundError:
+    status = _status(path)
+    if status is None:
         return False
-    except OSError:
-        return True
-    return newer_format(data, MAGIC) is not None
+    return (stat.S_ISREG(status.st_mode) and status.st_size == size) or _is_to_stay(context, path, status)
 
 
 def _is_to_stay(context: Context, path: Path, status: os.stat_result, key: bytes | None = None) -> bool:

@@ -8,8 +8,8 @@ With ``--json`` one document with the fields of kvstore.merge.MergeReport, and t
 
 made: the target was not there or empty, and was made like the source (in a dry run: would be). warnings: what speaks
 against the place of the target (kvstore.locations); on stderr, too. Exit code 1 when the two cannot be merged, or when
-it had to stop early; running it again goes on. What is damaged in the source, or of a newer version, is said on stderr,
-left out, and no reason to fail.
+it had to stop early; running it again goes on. What is damaged in the source, of a newer version, or kept from its
+place in the target by something else there, is said on stderr, left out, and no reason to fail.
 """
 
 from __future__ import annotations

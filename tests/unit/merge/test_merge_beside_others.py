@@ -89,6 +89,15 @@ def test_what_the_sources_collector_removes_meanwhile_is_skipped(pair):
     assert (report.nodes, report.skipped, report.damaged) == (3, 1, 0)
 
 
+def test_a_description_that_vanishes_meanwhile_is_skipped(pair):
+    a, b = pair
+    path = a.context.layout.namespace_file(a.namespace(TENANT).id)
+    fs = Hooked(call="open_fd", part=path.name, hook=path.unlink)
+    with open_store(a.path, None, fs) as source:
+        report = merge(source.context, b.context)
+    assert (report.namespaces, report.skipped, report.damaged, report.error) == (0, 1, 0, "")
+
+
 def test_a_parent_that_the_targets_collector_removes_meanwhile_is_noticed_under_the_lock(pair):
     a, b = pair
     parent = b.path / by_end(a.path)[32].relative_to(a.path)
@@ -164,6 +173,18 @@ def test_a_source_that_cannot_be_listed_is_named(pair, monkeypatch):
     monkeypatch.setattr(os, "open", refusing)
     report = merge(a.context, b.context)
     assert str(a.path) in report.error
+    assert "permission denied" in report.error
+
+
+def test_a_target_that_cannot_be_seen_is_named(pair, monkeypatch):
+    a, b = pair
+
+    def refusing(context, ref):
+        raise PermissionError(errno.EACCES, "Permission denied", str(context.layout.block(ref.digest)))
+
+    monkeypatch.setattr("kvstore.merge.intact", refusing)
+    report = merge(a.context, b.context)
+    assert f"{b.path}:" in report.error
     assert "permission denied" in report.error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from kvstore import FileSystem
 from kvstore.keys import checksum
 from kvstore.manifest import decode, encode
 from kvstore.merge import merge
+from kvstore.stats import StatsFile, read_stats
+from kvstore.tokenizations import MAX_ENTRY_BYTES
 
 DAMAGE = HARM | {
     "link": lambda path: (path.rename(f"{path}.away"), path.symlink_to(f"{path}.away")),
@@ -171,6 +174,104 @@ def test_a_tokenization_of_the_target_that_cannot_be_read_now_stays(pair, monkey
     report = merge(a.context, b.context)
     assert (report.tokenizations, report.error) == (0, "")
     assert path.read_bytes() == before
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_name("away"))
+    path.symlink_to("away")
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("instead", [link, fifo])
+def test_what_is_no_file_in_place_of_a_tokenization_of_the_target_gives_way(pair, instead):
+    a, b = pair
+    b.tokenizations(b"scope").put(b"request", bytes(8))
+    path = tokenization_of(b.path)
+    instead(path)
+    assert merge(a.context, b.context).tokenizations == 1
+    assert b.tokenizations(b"scope").get(b"request") == bytes(8)
+
+
+def folder(path: Path) -> None:
+    path.parent.mkdir()
+    path.mkdir()
+
+
+def file_above(path: Path) -> None:
+    path.parent.write_bytes(b"a file")
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize("instead", [folder, file_above])
+def test_a_tokenization_without_a_place_in_the_target_stays_behind_alone(pair, instead, dry_run):
+    a, b = pair
+    path = b.path / tokenization_of(a.path).relative_to(a.path)
+    for number in range(9):
+        a.tokenizations(b"scope").put(b"%d" % number, bytes(8))
+    alone = sum(each.name[:2] == path.name[:2] for each in a.context.layout.tokens.rglob("?" * 32))
+    instead(path)
+    stats = StatsFile(a.context)
+    stats.add(requests=3)
+    assert stats.flush()
+    report = merge(a.context, b.context, dry_run=dry_run)
+    assert report.error == ""
+    left = 1 if instead is folder else alone
+    assert (report.tokenizations, report.namespaces, report.damaged) == (10 - left, 1, left)
+    assert any(path.name in sentence for sentence in report.problems)
+    assert path.is_dir() == (instead is folder)
+    if not dry_run:
+        assert b.context.layout.namespace_file(a.namespace(TENANT).id).exists()
+        assert read_stats(b.context).total("requests") == 3
+        assert not any((b.path / "tmp").rglob("[0-9a-f]"))
+
+
+def test_a_tokenization_larger_than_ours_can_be_stays_in_the_target(pair):
+    """A newer kvstore may have other limits."""
+    a, b = pair
+    b.tokenizations(b"scope").put(b"request", bytes(8))
+    path = tokenization_of(b.path)
+    os.truncate(path, MAX_ENTRY_BYTES + 1)
+    assert merge(a.context, b.context).tokenizations == 0
+    assert path.stat().st_size == MAX_ENTRY_BYTES + 1
+
+
+@pytest.mark.parametrize(("end", "kind", "behind"), [(32, "blocks", 2), (40, "blocks", 0), (40, "nodes", 0)])
+def test_a_node_without_a_place_in_the_target_stays_behind_with_what_continues_it(pair, end, kind, behind):
+    a, b = pair
+    node = source = by_end(a.path)[end]
+    if kind == "blocks":
+        (ref,) = decode(source.read_bytes()).blocks
+        source = a.context.layout.block(ref.digest)
+    place = (b.path / source.relative_to(a.path)).parent
+    assert not place.exists()
+    place.write_bytes(b"a file")
+    report = merge(a.context, b.context)
+    # The tail after it, and the state at it; the tenant has nothing to do with it.
+    assert (report.error, report.damaged, report.without_parent) == ("", 1, behind)
+    assert report.nodes + report.states == 4 - behind
+    assert node.name in report.problems[0]
+    assert str(place) in report.problems[0]
+    assert (report.tokenizations, report.namespaces) == (1, 1)
+    assert place.read_bytes() == b"a file"
+    assert not any((b.path / "tmp").rglob("[0-9a-f]"))
+    place.unlink()
+    assert merge(a.context, b.context).damaged == 0
+    assert_restores(b.path, [(INFO, ONE), (INFO, TWO), (TENANT, THREE)])
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize("name", ["tmp", "objects/tokens", "objects/blocks"])
+def test_a_file_in_place_of_a_folder_that_all_needs_ends_it(pair, name, dry_run):
+    a, b = pair
+    shutil.rmtree(b.path / name)
+    (b.path / name).write_bytes(b"a file")
+    report = merge(a.context, b.context, dry_run=dry_run)
+    assert (report.nodes, report.problems) == (0, [])
+    assert "a part of the path is a file" in report.error
 
 
 def test_what_a_newer_kvstore_wrote_stays_behind_and_is_no_damage(pair):
