@@ -35,10 +35,14 @@ def holds_others(context: Context, ref: BlockRef, specs: Sequence[TensorSpec]) -
     return found is not None and not are_alike(found, specs) and _is_whole(context, ref)
 
 
-def differ(context: Context, ref: BlockRef, other_context: Context, other: BlockRef) -> bool:
-    """Whether two blocks, which may lie in two directories, have different tensors."""
-    specs = _specs(other_context, other)
-    return specs is not None and holds_others(context, ref, specs) and _is_whole(other_context, other)
+def differ(context: Context, ref: BlockRef, other_context: Context, others: Sequence[BlockRef]) -> bool:
+    """Whether a block has other tensors than one of some others, which may lie in another directory."""
+    specs = _specs(context, ref) if others else None
+    return (
+        specs is not None
+        and any(holds_others(other_context, other, specs) for other in others)
+        and _is_whole(context, ref)
+    )
 
 
 def _specs(context: Context, ref: BlockRef) -> tuple[TensorSpec, ...] | None:

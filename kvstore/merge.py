@@ -271,7 +271,7 @@ class _Merge:
             return "of it and what it continues, one has no blocks"
         # In a dry run what it continues may not be in the target yet.
         held = self._target if last is None or intact(self._target, last) else self._source
-        others = last is not None and any(differ(held, last, self._source, ref) for ref in refs)
+        others = last is not None and differ(held, last, self._source, refs)
         return "it has other tensors than what it continues" if others else ""
 
     def _use(self, path: Path, used: int) -> None:

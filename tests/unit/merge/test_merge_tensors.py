@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from core_support import INFO, SPECS, block_files, open_store, prompt, restore, span
 from merge_support import by_end
-from upkeep_support import invoke
+from upkeep_support import forget_tails, grow, invoke, refs
 
+import kvstore.alike
 from kvstore import Span, Store
 from kvstore.fsck import check
 from kvstore.manifest import decode
@@ -107,3 +108,22 @@ def test_a_dry_run_compares_with_what_would_be_brought_before(two):
                 report = merge(c.context, d.context, dry_run=dry_run)
                 assert (report.nodes, report.damaged) == (1, 1)
                 assert "other tensors" in report.problems[0]
+
+
+def test_the_header_of_what_is_continued_is_read_once_a_node(two, monkeypatch):
+    """A chunk that grew by a block a turn has hundreds."""
+    a, b = two
+    publish(b, 16, other=False)
+    grow(a.namespace(INFO), TOKENS, 16, *range(17, 33))
+    forget_tails(a.path)
+    assert len(refs(a.path)[32]) == 16
+    specs, seen = kvstore.alike._specs, []
+
+    def counting(context, ref):
+        seen.append(ref)
+        return specs(context, ref)
+
+    monkeypatch.setattr(kvstore.alike, "_specs", counting)
+    report = merge(a.context, b.context)
+    assert (report.nodes, report.there, report.error) == (1, 1, "")
+    assert len(seen) == len(set(seen)) == 17
