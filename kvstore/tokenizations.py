@@ -89,8 +89,20 @@ class Tokenizations:
         body = _HEAD.pack(MAGIC, FORMAT, len(tokens) // TOKEN_BYTES, key, context.clock()) + tokens
         # Equal keys have equal tokens, so a rename over an entry changes nothing but a damaged one. One that a power
         # cut takes costs one tokenization.
-        put_file(context, path, [body, checksum(body)], durable=False)
+        parts = [body, checksum(body)]
+        try:
+            put_file(context, path, parts, durable=False)
+        except FileNotFoundError:
+            self._complete()
+            put_file(context, path, parts, durable=False)
         context.damaged.discard(path)
+
+    def _complete(self) -> None:
+        """Make the folders that a copy left out because they were empty, where its kvstore.json says that it is one."""
+        layout = self._context.layout
+        os.stat(layout.config)
+        for folder in (layout.tmp, layout.tokens):
+            self._context.fs.make_dir(folder)
 
     def trim(self, budget: int) -> None:
         """Remove entries of any scope, longest unused first, until all of them take budget bytes at most.

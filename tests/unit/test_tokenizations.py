@@ -196,6 +196,27 @@ def test_nothing_is_left_in_staging(store):
     assert [path for path in store.context.layout.tmp.rglob("*") if path.is_file()] == []
 
 
+def test_a_copy_without_empty_folders_is_completed(tmp_path, store):
+    root = tmp_path / "copy"
+    (root / "objects").mkdir(parents=True)
+    shutil.copy(store.path / "kvstore.json", root)
+    with Store.open(root, create=False) as copy:
+        cache = copy.tokenizations(b"s")
+        cache.put(REQUEST, TOKENS)
+        assert cache.get(REQUEST) == TOKENS
+    assert sorted(path.name for path in root.iterdir()) == ["kvstore.json", "objects", "tmp"]
+
+
+def test_nothing_is_made_where_no_directory_is(store):
+    """It may be the folder below the volume that is not mounted now."""
+    shutil.rmtree(store.path)
+    for folder in (store.path, store.path / "objects"):
+        folder.mkdir()
+        with pytest.raises(FileNotFoundError):
+            store.tokenizations(b"s").put(REQUEST, TOKENS)
+        assert not any(folder.iterdir())
+
+
 def test_a_budget_is_kept_by_dropping_what_was_not_used(store):
     cache = store.tokenizations(b"a")
     for number in range(6):
