@@ -28,12 +28,13 @@ _PIECE = 1 << 20
 def differs(form: Form, tokens: bytes, published: Span | State) -> str:
     """What is wrong with the copy in the store, or an empty string.
 
-    tokens are the prompt up to the end of what was published. When it is not there any more (collected, or its folder
-    gone) nothing is wrong with it.
+    tokens are the prompt up to the end of what was published, as a node of this process: the same of another one may
+    hold other bytes. When it is not there any more (collected, or its folder gone) nothing is wrong with it.
     """
     match = form.namespace.lookup(tokens, trimmable=isinstance(published, Span))
     found: str | None = None
-    if match.count * TOKEN_BYTES == len(tokens):
+    # Exact: a longer node that begins with these tokens may have been computed in other pieces.
+    if match.exact and match.count * TOKEN_BYTES == len(tokens):
         if isinstance(published, State):
             found = _state_differs(form, match, published)
         else:

@@ -360,8 +360,9 @@ class Writer:
         if job.on_written is not None:
             job.on_written(new, published.written, time.perf_counter() - started)
         kind = type(item)
-        # Only what was written just now: a block that lay there, and was damaged since, is no lie of this disk's.
-        if published.blocks and (job.form.namespace.id, kind) not in self._verified:
+        # Only what was written just now: a block that lay there, and was damaged since, is no lie of this disk's, and a
+        # node that another process published meanwhile is its own, with other bytes if it computed in other pieces.
+        if published.nodes and published.blocks and (job.form.namespace.id, kind) not in self._verified:
             if trouble := differs(job.form, tokens, item if isinstance(item, Span) else item.state):
                 job.form.trouble = trouble
                 log.error("kvstore: caching is off for this model: %s", trouble)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from recording_support import INTERVAL, SPECS, FakeLive, fake_plan
 
-from kvstore import NamespaceInfo, Span, Store, pack_tokens
+from kvstore import Durability, NamespaceInfo, Span, Store, pack_tokens
+from kvstore import publish as publish_module
 from kvstore.manifest import decode
 from kvstore.states import State, StateTensor
 from kvstore_mlx.forms import Form
@@ -21,6 +23,11 @@ TOKENS = pack_tokens(range(1, 3 * INTERVAL + 1))
 
 def span(first: int, end: int) -> Span:
     return Span(first, end - first, SPECS, FakeLive(end).copy(first, end))
+
+
+def rounded_otherwise(made: Span) -> Span:
+    """The same tokens as another process has them that computed them in other pieces."""
+    return replace(made, data=[(np.asarray(data).view(np.float32) + 1).view(np.uint8) for data in made.data])
 
 
 def publish(form: Form, *ends: int) -> Span:
@@ -133,3 +140,43 @@ def test_a_block_that_lay_there_damaged_is_no_lie_of_the_disk(store, form):
     assert writer.offer(Job(other, TOKENS[: 4 * INTERVAL], [span(0, INTERVAL)]))
     assert writer.close(10)
     assert other.trouble == ""
+
+
+@pytest.mark.parametrize("kind", ["span", "state"])
+def test_a_node_that_another_process_published_first_is_no_lie_of_the_disk(store, form, monkeypatch, kind):
+    """It computed the same prompt in other pieces, so its bytes are others; the commit finds its manifest there."""
+    tokens = TOKENS[: 4 * INTERVAL]
+    ours, theirs = (State((StateTensor("x", "U8", (3,)),), [data], {}) for data in (b"abc", b"abd"))
+    if kind == "state":
+        publish(form, INTERVAL)
+    with Store.open(store.path, durability=Durability.NONE) as other:
+        there = other.namespace(form.namespace._space.info)
+        real = publish_module.put_node
+
+        def late(*args):
+            monkeypatch.setattr(publish_module, "put_node", real)
+            if kind == "span":
+                there.publish(tokens, [rounded_otherwise(span(0, INTERVAL))])
+            else:
+                there.publish_state(tokens, theirs)
+            return real(*args)
+
+        monkeypatch.setattr(publish_module, "put_node", late)
+        writer = Writer(Housekeeping(store, 1 << 30))
+        item = span(0, INTERVAL) if kind == "span" else Boundary(INTERVAL, ours)
+        assert writer.offer(Job(form, tokens, [item], lambda: pytest.fail("it is saved, by another one")))
+        assert writer.close(10)
+    assert form.trouble == ""
+    assert store.counters.written_bytes > 0, "a block was written, for nothing"
+
+
+def test_a_longer_node_of_another_process_is_not_taken_for_what_was_published(store, form):
+    """Once that is gone, a lookup finds what begins with the same tokens."""
+    end = INTERVAL // 2
+    last = publish(form, end)
+    form.namespace.lookup(TOKENS[: 4 * end]).steps[-1].path.unlink()
+    longer = [rounded_otherwise(span(0, end)), span(end, INTERVAL - 1)]
+    form.namespace.publish(TOKENS[: 4 * (INTERVAL - 1)], longer)
+    form.namespace.lookup(TOKENS[: 4 * end]).steps[-1].path.unlink()
+    assert form.namespace.lookup(TOKENS[: 4 * end]).count == end
+    assert differs(form, TOKENS[: 4 * end], last) == ""
