@@ -2,21 +2,24 @@
 
 A collection that makes room for a node must not take from under it what its publish refers to: its parent, and the
 shorter tails of its chunk, whose blocks it names again. Reads one folder's names; opens and changes nothing.
+
+Nor need it make room for what is there already, which a publish does not write again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 
 from kvstore.children import exact, names
 from kvstore.commit import node_path
 from kvstore.context import Space
 from kvstore.errors import PublishError
-from kvstore.layout import NAME_KEY_BYTES
+from kvstore.layout import NAME_KEY_BYTES, Kind
 from kvstore.lookup import chunks
 
-__all__ = ["Standing", "chunk_names", "standing"]
+__all__ = ["Standing", "chunk_names", "has_node", "standing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,24 @@ def standing(space: Space, packed: bytes) -> Standing:
         if name.count < last.count:
             stands_on.add(space.context.layout.node(space.id, name))
     return Standing(_name(last.key), _name(before[-1].key) if before else None, frozenset(stands_on))
+
+
+def has_node(space: Space, packed: bytes, kind: Kind = "kv") -> bool:
+    """Whether the manifest of the node at the end of these tokens, or of its state, is there: one stat. Not where this
+    process has found it damaged, or cannot tell.
+
+    A publish also looks at its blocks, and writes those again that it misses. That much can be written without room,
+    once, as the node is whole then; who keeps a budget is told, and makes room before the next one.
+    """
+    if not packed:
+        return False
+    *_, last = chunks(space, packed)
+    path = node_path(space, last, kind)
+    try:
+        mode = space.context.fs.stat(str(path)).st_mode
+    except OSError:
+        return False
+    return S_ISREG(mode) and path not in space.context.damaged
 
 
 def _name(key: bytes) -> str:

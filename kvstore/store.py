@@ -26,6 +26,7 @@ from kvstore.directory import DEFAULT_INTERVAL, open_directory, unavailable
 from kvstore.errors import KVStoreError
 from kvstore.fs import Durability, FileSystem
 from kvstore.keys import pack_tokens
+from kvstore.layout import Kind
 from kvstore.locks import publish_lock
 from kvstore.lookup import Match, find
 from kvstore.namespace import NamespaceInfo
@@ -33,7 +34,7 @@ from kvstore.prefilled import find_prefilled
 from kvstore.publish import Published, publish, publish_state
 from kvstore.renewal import Renewal
 from kvstore.restore import THREADS, Allocate, Restored, read
-from kvstore.standing import Standing, chunk_names, standing
+from kvstore.standing import Standing, chunk_names, has_node, standing
 from kvstore.states import AllocateState, Scalar, State, read_state, state_size
 from kvstore.tokenizations import Tokenizations
 
@@ -174,6 +175,10 @@ class Namespace:
     def standing(self, tokens: Iterable[int] | bytes) -> Standing:
         """What the node at the end of these tokens is called, and what its publish will refer to."""
         return standing(self._space, pack_tokens(tokens))
+
+    def has_node(self, tokens: Iterable[int] | bytes, kind: Kind = "kv") -> bool:
+        """Whether a node, or its state, is there already, so that its publish writes nothing: one stat."""
+        return has_node(self._space, pack_tokens(tokens), kind)
 
     def read(self, match: Match, allocate: Allocate, threads: int = THREADS) -> Restored:
         """Read a match into memory that allocate provides, every digest checked. Never raises for a bad file."""

@@ -16,21 +16,22 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
 from kvstore.admission import JUST_USED_NS, Warmth
 from kvstore.context import FUTURE_NS
 from kvstore.directory import unavailable
+from kvstore.errors import KVStoreError
 from kvstore.gc import GcReport, Policy, collect, usage
 from kvstore.interpreter import no_full_search_for_cycles
 from kvstore.keys import TOKEN_BYTES
+from kvstore.layout import Kind
 from kvstore.lookup import Match
 from kvstore.pacing import Pace
 from kvstore.quotas import read_quotas
 from kvstore.sizes import format_size
 from kvstore.store import Namespace, Store
+from kvstore_mlx.refusals import Fate, Refusal, Refusals
 from kvstore_mlx.seldom import Seldom
 from kvstore_mlx.wear import Alarm, WriteLimit
 
@@ -48,9 +49,7 @@ _SPARE_S = 1.0
 """A collection that takes this long frees a tenth of the budget beyond what is needed, a shorter one in proportion:
 looking at few files costs little, and room that is made for nobody was a prefix that somebody wanted."""
 
-_SAY_EVERY_S = 600.0
 _WARN_EVERY_S = 60.0
-
 
 _BUSY_NAPS = 20
 _BUSY_NAP_S = 0.05
@@ -60,31 +59,6 @@ prompt, and most collections take less."""
 _PATIENT_AFTER_S = 20.0
 """After a wait for nothing the next ones are dropped at once for so long: the queue must not stand still behind a
 collection of minutes."""
-
-
-class Refusal(Enum):
-    """Why something is not written; the text is for the log, the name in small letters for counters."""
-
-    FULL = "the budget (--kv-cache-size) is used up by what is in use; not saved"
-    WARM = "the directory is full of what is wanted as much"
-    LIMIT = "the write limit (--kv-cache-write-limit) is reached"
-    BUSY = "the directory is full, and another process collects just now; not saved"
-    FAILED = "the directory is full, and no room could be made; the log says why; not saved"
-
-    @property
-    def meant(self) -> bool:
-        """Whether it is as it should be; what is not is for a warning."""
-        return self in {Refusal.WARM, Refusal.LIMIT}
-
-
-@dataclass
-class Fate:
-    """What became of one prompt's saving, for all parts of it. refused: it was counted, which it is once. broken: a
-    part was not written, nor would one be that comes after it.
-    """
-
-    refused: bool = False
-    broken: bool = False
 
 
 class Housekeeping:
@@ -109,12 +83,11 @@ class Housekeeping:
         self._measure_after = _MEASURE_AFTER_BYTES
         self._coldest: int | None = None
         self._not_before = self._look_after = self._patient_after = 0.0
-        self._could = True
+        self._last = Refusal.WARM
+        self._ended = threading.Event()
         self._took = self._rested = 0.0
-        self._said = Seldom(_SAY_EVERY_S, monotonic)
         self._warned = Seldom(_WARN_EVERY_S, monotonic)
-        self._refused: dict[Refusal, int] = {}
-        self._lock = threading.Lock()
+        self._refusals = Refusals(store.counters, monotonic)
 
     @property
     def pace(self) -> Pace:
@@ -134,7 +107,7 @@ class Housekeeping:
     @property
     def refused(self) -> dict[Refusal, int]:
         """How many prompts were left unsaved from some point on, since the server started."""
-        return dict(self._refused)
+        return self._refusals.counts
 
     def asked(self, namespace: Namespace, match: Match) -> None:
         """A request looked this prompt up, whatever it found: its nodes are wanted. On the generation thread."""
@@ -176,36 +149,60 @@ class Housekeeping:
             log.warning("kvstore: %s", text)
 
     def make_room(
-        self, size: int, namespace: Namespace, tokens: bytes, ahead: int = 0, fate: Fate | None = None
+        self,
+        size: int,
+        namespace: Namespace,
+        tokens: bytes,
+        ahead: int = 0,
+        fate: Fate | None = None,
+        *,
+        kind: Kind = "kv",
     ) -> Refusal | None:
         """None when size more bytes, for the node at the end of these tokens, may be written; room was made if need be.
+        What is there already (another request published it meanwhile) needs none. kind: state for that of the node.
 
         Otherwise why not; it is counted and, if it is meant, logged here. ahead: bytes of what will follow at once and
-        will be as warm, for which room is made in the same collection. fate: of the prompt that it is a part of.
+        will be as warm, for which room is made in the same collection. fate: of the prompt that it is a part of. Raises
+        KVStoreError, which is counted as well, when the directory cannot be looked at, or is another one now.
         """
-        if self._limit is not None and not self._limit.allows(size, self._monotonic()):
-            return self._refuse(Refusal.LIMIT, fate)
+        try:
+            refusal = self._room(size, namespace, tokens, ahead, kind)
+        except (KVStoreError, MemoryError):
+            self._refusals.count(Refusal.FAILED, fate)
+            raise
+        return None if refusal is None else self._refusals.count(refusal, fate)
+
+    def _room(self, size: int, namespace: Namespace, tokens: bytes, ahead: int, kind: Kind) -> Refusal | None:
+        """As make_room, and nothing is counted."""
+        if self._limits(size) and not namespace.has_node(tokens, kind):
+            return Refusal.LIMIT
         if self._store.renew():
             # What was known is about a directory that is not there any more; a full one would refuse this node.
-            self._used, self._coldest, self._not_before = None, None, 0.0
-        due = self._left_behind or self._since > self._measure_after
-        if self._used is None or (due and self._monotonic() >= self._look_after):
+            self._used, self._coldest = None, None
+            self._not_before = self._look_after = 0.0
+        due = self._used is None or self._left_behind or self._since > self._measure_after
+        if due and self._monotonic() >= self._look_after:
             started = self._worked()
             try:
                 self._used = self._look(namespace.standing(tokens).stands_on)
                 self._left_behind = False
             finally:
                 self._look_after = self._monotonic() + _PAUSE * (self._worked() - started)
-        if self._used + size <= self._budget:
+        if self._used is not None and self._used + size <= self._budget:
             return None
-        refusal = self._replace(size, namespace, tokens, ahead)
-        return None if refusal is None else self._refuse(refusal, fate)
+        if namespace.has_node(tokens, kind):
+            return None
+        return Refusal.FAILED if self._used is None else self._replace(size, namespace, tokens, ahead)
+
+    def _limits(self, size: int) -> bool:
+        """Whether the write limit forbids so many bytes now."""
+        return self._limit is not None and not self._limit.allows(size, self._monotonic())
 
     def refuses(self, size: int, namespace: Namespace, tokens: bytes, fate: Fate | None = None) -> bool:
         """Whether the outlook of a node is a no; counted as a no of make_room is."""
         refusal = self.outlook(size, namespace, tokens)
         if refusal is not None:
-            self._refuse(refusal, fate)
+            self._refusals.count(refusal, fate)
         return refusal is not None
 
     def outlook(self, size: int, namespace: Namespace, tokens: bytes) -> Refusal | None:
@@ -214,8 +211,8 @@ class Housekeeping:
         On the generation thread: what will not be written need not be copied first. Of a full directory the last
         collection tells, of full chunks only.
         """
-        if self._limit is not None and not self._limit.allows(size, self._monotonic()):
-            return Refusal.LIMIT
+        if self._limits(size):
+            return None if namespace.has_node(tokens) else Refusal.LIMIT
         if len(tokens) % (namespace.interval * TOKEN_BYTES):
             return None
         coldest, used = self._known_coldest(), self._used
@@ -224,7 +221,8 @@ class Housekeeping:
         path = namespace.names(tokens)
         parent = path[-2] if len(path) > 1 else None
         warmth = self._warmth.wanted(path[-1], parent, self._store.context.clock())
-        return None if coldest < warmth - self._warmth.margin_ns else Refusal.WARM
+        warm_enough = coldest < warmth - self._warmth.margin_ns
+        return None if warm_enough or namespace.has_node(tokens) else Refusal.WARM
 
     def _known_coldest(self) -> int | None:
         """How warm the coldest leaf was at the last collection; None when nobody knows.
@@ -263,6 +261,8 @@ class Housekeeping:
 
     def _replace(self, size: int, namespace: Namespace, tokens: bytes, ahead: int) -> Refusal | None:
         """Collect if the node is warm enough for another to go, and if that was not just found to be of no use."""
+        if size > self._budget:
+            return Refusal.FULL  # All that is cold would go, and for nothing.
         node = namespace.standing(tokens)
         warmth = self._warmth.wanted(node.name, node.parent, self._store.context.clock())
         limit = warmth - self._warmth.margin_ns
@@ -270,7 +270,7 @@ class Housekeeping:
         if coldest is not None and coldest >= limit:
             return Refusal.WARM
         if self._monotonic() < self._not_before:
-            return Refusal.WARM if self._could else Refusal.FAILED
+            return self._last
         policy = Policy(
             size=max(0, self._budget - size),
             quotas=read_quotas(self._store.context).sizes,
@@ -285,28 +285,35 @@ class Housekeeping:
             # Nothing was learnt: a measurement would take a look at all files, and the next try makes one anyway.
             return Refusal.BUSY
         self._took = took
-        fits = self._measure(report) + size <= self._budget
-        self._could = not report.error
-        if fits:
+        # Before it is measured, which may fail: neither is done anew for each prompt then.
+        self._not_before, self._last = self._monotonic() + max(1.0, _PAUSE * took), Refusal.FAILED
+        if self._measure(report) + size <= self._budget:
+            self._not_before = 0.0
             return None
-        self._not_before = self._monotonic() + max(1.0, _PAUSE * self._took)
-        if report.error:
-            return Refusal.FAILED
-        # Not cold, so wanted as much; or nothing could go at all, and the budget is too small for this prompt.
-        return Refusal.FULL if self._coldest is None else Refusal.WARM
+        if not report.error:
+            # Not cold, so wanted as much; or nothing could go at all, and the budget is too small for this prompt.
+            self._last = Refusal.FULL if self._coldest is None else Refusal.WARM
+        return self._last
 
     def _patiently(self, policy: Policy) -> tuple[GcReport, float]:
         """Collect, after another process's collection if that is over soon, and how long it took."""
-        naps = 0 if self._monotonic() < self._patient_after else _BUSY_NAPS
+        patient = self._monotonic() >= self._patient_after
+        naps = _BUSY_NAPS if patient else 0
         while True:
             started = self._worked()
             report = self._collect(policy)
-            if not report.busy or not naps:
+            if not report.busy:
                 return report, self._worked() - started
-            time.sleep(_BUSY_NAP_S)
+            if not naps or self._ended.wait(_BUSY_NAP_S):
+                break
             naps -= 1
-            if not naps:
-                self._patient_after = self._monotonic() + _PATIENT_AFTER_S
+        if patient:
+            self._patient_after = self._monotonic() + _PATIENT_AFTER_S
+        return report, 0.0
+
+    def end(self) -> None:
+        """Say that nobody waits for what is written any longer, so that this waits for no other process."""
+        self._ended.set()
 
     def _collect(self, policy: Policy) -> GcReport:
         with no_full_search_for_cycles():
@@ -359,19 +366,3 @@ class Housekeeping:
     def _could_not(self, why: str) -> None:
         if self._warned.due("collect"):
             log.warning("kvstore: could not collect: %s", why)
-
-    def _refuse(self, refusal: Refusal, fate: Fate | None) -> Refusal:
-        with self._lock:
-            if fate is not None:
-                if fate.refused:
-                    return refusal
-                fate.refused = True
-            times = self._refused[refusal] = self._refused.get(refusal, 0) + 1
-        self._store.context.counters.refuse(refusal.name.lower())
-        if refusal.meant and self._said.due(refusal):
-            log.info(
-                "kvstore: %s: %d prompts were left unsaved from some point on since the server started",
-                refusal.value,
-                times,
-            )
-        return refusal

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 from kvstore.errors import KVStoreError
 from kvstore.stats import FOLD_ABOVE, StatsFile, fold
 from kvstore.store import Store
-from kvstore_mlx.housekeeping import Refusal
+from kvstore_mlx.refusals import Refusal
 
 __all__ = ["Fetched", "Metrics", "Served", "Tier", "Wrote"]
 

@@ -343,7 +343,14 @@ class Writer:
             self._warn("NaN or infinity in the KV cache; not saved")
             return False
         tokens = job.tokens[: item.end * TOKEN_BYTES]
-        refusal = self._housekeeping.make_room(item.payload_bytes, job.form.namespace, tokens, ahead, job.fate)
+        refusal = self._housekeeping.make_room(
+            item.payload_bytes,
+            job.form.namespace,
+            tokens,
+            ahead,
+            job.fate,
+            kind="kv" if isinstance(item, Span) else "state",
+        )
         if refusal is not None:
             if not refusal.meant:
                 self._warn(refusal.value)

@@ -7,13 +7,13 @@ import threading
 
 from recording_support import INTERVAL, FakeLive, FakeSpace
 
-from kvstore import TensorSpec
+from kvstore import Span, TensorSpec
 from kvstore.gc import usage
 from kvstore.keys import pack_tokens
 from kvstore_mlx.forms import Form
 from kvstore_mlx.housekeeping import Housekeeping, Refusal
 from kvstore_mlx.recording import Recording
-from kvstore_mlx.writer import Writer
+from kvstore_mlx.writer import Boundary, Job, Writer
 
 BIG = (TensorSpec("0.keys", "F32", 16, (64,)), TensorSpec("0.values", "F32", 16, (64,)))
 CHUNK = INTERVAL * 2 * 16 * 64 * 4
@@ -69,7 +69,13 @@ def test_a_prompt_whose_chunks_are_queued_is_refused_once(store, form, monkeypat
     writer = Writer(house)
     go, asked = threading.Event(), []
     make_room = house.make_room
-    monkeypatch.setattr(house, "make_room", lambda *args: (go.wait(30) and asked.append(1)) or make_room(*args))
+
+    def looked(*args, **more):
+        assert go.wait(30)
+        asked.append(1)
+        return make_room(*args, **more)
+
+    monkeypatch.setattr(house, "make_room", looked)
     recording = Recording(FakeSpace(form), writer, range(1, 600), saved={form: 0}, known=0, decoded=False)
     for chunk in range(1, 4):
         recording.reached(FakeLive(chunk * INTERVAL, BIG), None, chunk * INTERVAL)
@@ -77,6 +83,48 @@ def test_a_prompt_whose_chunks_are_queued_is_refused_once(store, form, monkeypat
     assert writer.close(30)
     assert sum(house.refused.values()) == store.counters.refused_prompts == len(asked) == 1
     assert not recording.wants(4 * INTERVAL)
+
+
+def test_of_two_samples_of_one_prompt_the_second_is_not_refused_what_the_first_saved(store, form):
+    """Found by review: a full directory refused what it had just taken in, and all that was to come behind it."""
+    prompt = list(range(1, 600))
+    house = Housekeeping(store, usage(store.context) + 5 * CHUNK)
+    writer = Writer(house)
+    second = Recording(FakeSpace(form), writer, prompt, saved={form: 0}, known=0, decoded=False)
+    save(form, writer, prompt, 4)
+    save(form, writer, list(range(1001, 1600)), 1)
+    refused = house.refused
+    assert refused == {Refusal.WARM: 1}, "it is full"
+    for chunk in range(1, 5):
+        second.reached(FakeLive(chunk * INTERVAL, BIG), None, chunk * INTERVAL)
+    assert writer.close(30)
+    assert house.refused == refused
+    assert second._saved[form] == 4 * INTERVAL
+    assert not second._failed
+
+
+def test_a_state_that_is_there_already_needs_no_room_and_another_does(store, form):
+    house = Housekeeping(store, usage(store.context) + 5 * CHUNK)
+    writer = Writer(house)
+    failed = []
+
+    def offer(first: int, *, state: bool) -> None:
+        live = FakeLive(INTERVAL, BIG)
+        items: list[Span | Boundary] = [Span(0, INTERVAL, BIG, live.copy(0, INTERVAL))]
+        items += [Boundary(INTERVAL, live.state(decode=False))] if state else []
+        tokens = pack_tokens(range(first, first + INTERVAL))
+        assert writer.offer(Job(form, tokens, items, lambda: failed.append(first)))
+        assert writer.drain(30)
+
+    offer(1, state=True)
+    offer(1001, state=False)
+    house._budget = house.used
+    offer(1, state=True)
+    assert not failed
+    assert house.refused == {}
+    offer(1001, state=True)
+    assert failed == [1001]
+    assert writer.close(30)
 
 
 def test_a_write_limit_ends_the_saving_of_a_prompt_at_a_chunk(store, form):

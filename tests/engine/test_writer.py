@@ -107,9 +107,12 @@ def test_memory_is_given_back_span_by_span(writer, form, monkeypatch):
     """A long job does not hold what it has written already."""
     lent = []
     make_room = writer._housekeeping.make_room
-    monkeypatch.setattr(
-        writer._housekeeping, "make_room", lambda *args: (lent.append(writer._pool.lent), make_room(*args))[1]
-    )
+
+    def looked(*args, **more):
+        lent.append(writer._pool.lent)
+        return make_room(*args, **more)
+
+    monkeypatch.setattr(writer._housekeeping, "make_room", looked)
     assert writer.offer(job_of(writer, form, 0, 20, 32, 50))
     assert writer.drain(30)
     assert len(lent) == 3

@@ -2,92 +2,28 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import logging
 import shutil
-import threading
 import time
-from contextlib import ExitStack
 
 import pytest
-from core_support import FAST, open_store, prompt
-from gc_support import SECOND, blocks, check_valid, manifests
+from core_support import prompt
+from gc_support import check_valid, manifests
+from housekeeping_support import INTERVAL, NODE, SPECS, servers
 
-from kvstore import NamespaceInfo, Span, TensorSpec, UnavailableError
-from kvstore.gc import GcReport, collect, usage
+from kvstore import NamespaceInfo, Span
+from kvstore.gc import collect, usage
 from kvstore.keys import pack_tokens
-from kvstore.locks import gc_lock
 from kvstore.quotas import write_quota
 from kvstore_mlx import housekeeping
-from kvstore_mlx.housekeeping import Fate, Housekeeping, Refusal
-
-INTERVAL = 16
-NODE = 16384
-"""Bytes on disk of one node of these: a block of two pages and a header, and a manifest."""
-
-SPECS = (TensorSpec("k", "U8", 1, (512,)),)
-PACE = 20 * SECOND
-
-
-class Server:
-    """The requests of a server with room for some nodes, whose time can be put forward, and its clock set back."""
-
-    def __init__(self, path, nodes: float | None = None, write_limit: int | None = None) -> None:
-        self.ahead = self.back = 0.0
-        self.store = open_store(
-            path, INTERVAL, FAST, clock=lambda: time.time_ns() + int((self.ahead - self.back) * SECOND)
-        )
-        self.space = self.store.namespace(NamespaceInfo({"model": "fake"}))
-        self.publish(prompt(INTERVAL, 999))
-        for number in range(256):  # so that what a node takes is always the same
-            for above in (self.store.context.layout.blocks, self.store.context.layout.nodes / self.space.id):
-                (above / f"{number:02x}").mkdir(exist_ok=True)
-        for file in (*manifests(self.store.path), *blocks(self.store.path)):
-            file.unlink()
-        budget = 1 << 40 if nodes is None else usage(self.store.context) + int(nodes * NODE)
-        self.house = Housekeeping(self.store, budget, write_limit, lambda: time.monotonic() + self.ahead)
-
-    def publish(self, tokens, first: int = 0) -> int:
-        end = len(tokens)
-        data = bytes(token % 256 for token in tokens[first:end] for _ in range(512))
-        return self.space.publish(tokens, [Span(first, end - first, SPECS, [data])]).written
-
-    def request(self, tokens, *, at_once: bool = False) -> Refusal | None:
-        """Look up, and save what is missing up to the first refusal; at_once: as one job."""
-        match = self.space.lookup(tokens)
-        self.house.asked(self.space, match)
-        at = match.border
-        while at < len(tokens):
-            end = min((at // INTERVAL + 1) * INTERVAL, len(tokens))
-            packed = b"".join(token.to_bytes(4, "little") for token in tokens[:end])
-            following = (len(tokens) - end) // INTERVAL if at_once else 0
-            refusal = self.house.make_room(NODE, self.space, packed, following * NODE)
-            if refusal is not None:
-                return refusal
-            # As on disk: a file takes whole pages, which a server's blocks of megabytes do not show.
-            self.publish(tokens[:end], at)
-            self.house.wrote(NODE, end - at)
-            at = end
-        return None
-
-    def saved(self, tokens) -> int:
-        return self.space.lookup(tokens).count
+from kvstore_mlx.housekeeping import Housekeeping, Refusal
 
 
 @pytest.fixture
 def server(tmp_path):
-    made = []
-
-    def make(*args, **kwargs):
-        made.append(Server(tmp_path / f"{len(made)}", *args, **kwargs))
-        return made[-1]
-
-    yield make
-    for each in made:
-        check_valid(each.store.path)
-        assert usage(each.store.context) <= each.house.budget
-        each.store.close()
+    with servers(tmp_path) as make:
+        yield make
 
 
 def test_what_is_used_as_much_is_not_taken_for_another(server):
@@ -194,34 +130,6 @@ def test_room_for_what_follows_is_made_in_one_look(server, monkeypatch):
     one.request(b, at_once=True)
     assert (one.saved(a), one.saved(b)) == (0, len(b))
     assert len(looks) == 1
-
-
-def test_left_out_prompts_are_said_once_in_ten_minutes(server, caplog):
-    caplog.set_level(logging.INFO, "kvstore")
-    one = server(2.5)
-    for seed in range(12):
-        one.ahead += 0.01
-        one.request(prompt(2 * INTERVAL, seed))
-    said = [record.message for record in caplog.records if "wanted as much" in record.message]
-    assert len(said) == 1
-    one.ahead += 601
-    one.request(prompt(2 * INTERVAL, 0))
-    for seed in range(20, 24):
-        one.request(prompt(2 * INTERVAL, seed))
-    said = [record.message for record in caplog.records if "wanted as much" in record.message]
-    assert len(said) == 2
-    assert one.house.refused[Refusal.WARM] >= 12
-
-
-def test_a_write_limit_stops_writing_until_the_hour_goes_on(server):
-    one = server(write_limit=4 * NODE)
-    for seed in range(4):
-        assert one.request(prompt(INTERVAL, seed)) is None
-    assert one.request(prompt(INTERVAL, 4)) is Refusal.LIMIT
-    assert one.saved(prompt(INTERVAL, 4)) == 0
-    one.ahead += 61 * 60
-    assert one.request(prompt(INTERVAL, 4)) is None
-    assert one.house.refused[Refusal.LIMIT] == 1
 
 
 @pytest.mark.parametrize("tokens", [INTERVAL, INTERVAL - 1], ids=["chunk", "tail"])
@@ -351,98 +259,6 @@ def test_a_small_quota_does_not_have_the_directory_looked_at_after_each_write(se
     one.ahead += 100  # Ten would do, but for what this machine took for the first.
     one.request(prompt(INTERVAL, 9))
     assert len(looks) == 2
-
-
-def test_why_nothing_was_collected_is_said_once_a_minute(server, monkeypatch, caplog):
-    one = server(2.5)
-
-    def failing(context, policy):
-        report = collect(context, policy)
-        report.error = "cannot read objects: input/output error"
-        return report
-
-    monkeypatch.setattr(housekeeping, "collect", failing)
-    for seed in range(6):
-        one.ahead += 5
-        one.request(prompt(INTERVAL, seed))
-    assert caplog.text.count("could not collect") == 1
-    one.ahead += 60
-    one.request(prompt(INTERVAL, 9))
-    assert caplog.text.count("could not collect") == 2
-
-
-def test_another_collection_that_is_over_soon_is_waited_for(server):
-    one = server(4.5)
-    one.request(prompt(4 * INTERVAL, 1))
-    one.ahead += 100
-    with ExitStack() as held:
-        assert held.enter_context(gc_lock(one.store.context.layout))
-        timer = threading.Timer(0.2, held.close)
-        timer.start()
-        assert one.request(prompt(INTERVAL, 2)) is None
-        timer.join()
-    assert one.saved(prompt(INTERVAL, 2)) == INTERVAL
-    assert one.house.refused == {}
-
-
-def test_a_long_collection_of_another_process_is_no_full_budget(server, monkeypatch):
-    """Found by review: it was counted and said as a budget that is too small."""
-    one = server(4.5)
-    one.request(prompt(4 * INTERVAL, 1))
-    one.ahead += 100
-    naps = []
-    monkeypatch.setattr(housekeeping.time, "sleep", naps.append)
-    monkeypatch.setattr(housekeeping, "usage", lambda *_: pytest.fail("a look at all files, for nothing"))
-    with gc_lock(one.store.context.layout):
-        assert one.request(prompt(INTERVAL, 2)) is Refusal.BUSY
-        waited = sum(naps)
-        assert 0.5 < waited < 2
-        for seed in range(3, 9):
-            assert one.request(prompt(INTERVAL, seed)) is Refusal.BUSY
-        assert sum(naps) == waited, "the queue does not stand still"
-        one.ahead += 60
-        assert one.request(prompt(INTERVAL, 9)) is Refusal.BUSY
-        assert sum(naps) > waited
-    assert one.house.refused == {Refusal.BUSY: 8}
-    assert one.request(prompt(INTERVAL, 2)) is None
-
-
-def test_a_collection_that_failed_is_no_full_budget(server, monkeypatch, caplog):
-    one = server(4.5)
-    one.request(prompt(4 * INTERVAL, 1))
-    one.ahead += 100
-    with monkeypatch.context() as broken:
-        broken.setattr(housekeeping, "collect", lambda *_: GcReport(error="stopped, because input/output error"))
-        for seed in range(2, 5):
-            assert one.request(prompt(INTERVAL, seed)) is Refusal.FAILED
-    assert one.house.refused == {Refusal.FAILED: 3}
-    assert caplog.text.count("could not collect: stopped, because input/output error") == 1
-    one.ahead += 100
-    assert one.request(prompt(INTERVAL, 2)) is None
-
-
-def test_a_prompt_is_refused_once(server):
-    one = server(write_limit=NODE)
-    one.house.wrote(NODE)
-    fate = Fate()
-    packed = pack_tokens(prompt(2 * INTERVAL, 1))
-    assert one.house.refuses(NODE, one.space, packed, fate)
-    assert one.house.make_room(NODE, one.space, packed, 0, fate) is Refusal.LIMIT
-    assert one.house.make_room(NODE, one.space, packed, 0, Fate()) is Refusal.LIMIT
-    assert one.house.refused == {Refusal.LIMIT: 2}
-    assert one.store.counters.refused() == {"limit": 2}
-    assert one.store.counters.snapshot()["refused_prompts"] == 2
-
-
-def test_what_cannot_be_measured_is_the_documented_error(server, monkeypatch):
-    one = server()
-
-    def broken(_context, *_):
-        raise OSError(errno.EIO, "input/output error")
-
-    monkeypatch.setattr(housekeeping, "usage", broken)
-    with pytest.raises(UnavailableError, match="input/output error"):
-        one.request(prompt(INTERVAL, 1))
 
 
 def test_no_full_search_for_cycles_during_a_collection(server, monkeypatch):

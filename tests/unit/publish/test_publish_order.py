@@ -124,6 +124,22 @@ def test_a_state_of_nothing_is_refused_and_counted(store, space):
         space.standing([])
 
 
+def test_what_is_there_already_is_told_of_a_node_and_of_its_state(store, space):
+    assert not space.has_node([])
+    assert not space.has_node(TOKENS[:16])
+    space.publish(TOKENS[:16], [span(TOKENS, 0, 16)])
+    assert space.has_node(TOKENS[:16])
+    assert not space.has_node(TOKENS[:15])
+    assert not space.has_node(TOKENS[:16], "state")
+    space.publish_state(TOKENS[:16], State((), ()))
+    assert space.has_node(TOKENS[:16], "state")
+    assert store.counters.lookups == 0
+    path = space.lookup(TOKENS[:16]).steps[0].path
+    path.unlink()
+    path.mkdir()
+    assert not space.has_node(TOKENS[:16])
+
+
 def test_a_flipped_bit_in_the_name_of_a_tensor_refuses_nothing(tmp_path, space):
     """It is damage, which the next restore finds and the next publish heals; the tensors that come are right."""
     space.publish(TOKENS[:12], [span(TOKENS, 0, 12)])
