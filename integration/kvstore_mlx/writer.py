@@ -12,30 +12,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from kvstore.blocks import Span
-from kvstore.directory import advice
-from kvstore.errors import (
-    FormatVersionError,
-    IntervalMismatchError,
-    KVStoreError,
-    LockTimeoutError,
-    MissingParentError,
-    NotACacheDirectoryError,
-    UnavailableError,
-)
+from kvstore.errors import KVStoreError, MissingParentError
 from kvstore.keys import TOKEN_BYTES
 from kvstore.lookup import Match
 from kvstore.pacing import Pace, slices
-from kvstore.states import State
 from kvstore_mlx.buffers import address_phase, has_non_finite
 from kvstore_mlx.forms import Form
 from kvstore_mlx.held import Held
-from kvstore_mlx.housekeeping import Fate, Housekeeping
+from kvstore_mlx.housekeeping import Housekeeping
+from kvstore_mlx.jobs import Boundary, Job
 from kvstore_mlx.live import LOGITS
 from kvstore_mlx.pool import Loan, Pool
+from kvstore_mlx.refusals import Fate
 from kvstore_mlx.seldom import Seldom
+from kvstore_mlx.trouble import BUG, kind_of, told
 from kvstore_mlx.verification import differs
 
 __all__ = ["Boundary", "Job", "Writer"]
@@ -73,52 +65,8 @@ more with this thread beside it; one that takes longer does not notice."""
 
 _WARN_EVERY_S = 60.0
 
-_BUG = "not saved, and this is a bug in kvstore; please report it"
-
 _TRIM_AFTER_S = 10.0
 """Longer than the prefill of a chunk mostly takes, and no time to keep hundreds of megabytes for nothing."""
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """A state to be published after end tokens of a prompt."""
-
-    end: int
-    state: State
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of its tensors."""
-        return sum(tensor.nbytes for tensor in self.state.tensors)
-
-
-@dataclass
-class Job:
-    """Spans and states of one prompt to be published, in order. on_failure runs on the writer thread when one is not.
-
-    loans: the memory that a span's data lie in, by its first token, where they lie in the writer's pool. on_written is
-    told on the writer thread of each item that was: new tokens, bytes, seconds. fate: shared by all jobs of the prompt.
-    """
-
-    form: Form
-    tokens: bytes
-    items: list[Span | Boundary]
-    on_failure: Callable[[], None] = field(default=lambda: None)
-    loans: dict[int, Loan] = field(default_factory=dict)
-    on_written: Callable[[int, int, float], None] | None = None
-    fate: Fate = field(default_factory=Fate)
-
-    @property
-    def size(self) -> int:
-        """Bytes the job holds in memory."""
-        return sum(item.payload_bytes for item in self.items)
-
-    def give_back(self, item: Span | Boundary | None = None) -> None:
-        """Return what one item's data were lent from, or all that is left; its data can no longer be read then."""
-        firsts = list(self.loans) if item is None else [item.first] if isinstance(item, Span) else []
-        for first in firsts:
-            if (loan := self.loans.pop(first, None)) is not None:
-                loan.give_back()
 
 
 class Writer:
@@ -327,12 +275,12 @@ class Writer:
                 job.give_back(item)
         except MissingParentError as error:
             log.debug("kvstore: not saved: %s", error)
-        except KVStoreError as error:
-            self._warn(f"not saved: {error}", f"not saved: {_kind(error)}")
+        except (KVStoreError, MemoryError) as error:
+            self._warn(f"not saved: {told(error)}", f"not saved: {kind_of(error)}")
         except Exception:
-            self.trouble = _BUG
-            if self._warned.due(_BUG):
-                log.exception("kvstore: %s", _BUG)
+            self.trouble = BUG
+            if self._warned.due(BUG):
+                log.exception("kvstore: %s", BUG)
         else:
             return True
         return False
@@ -385,21 +333,6 @@ class Writer:
         self.trouble = kind = kind or text
         if self._warned.due(kind):
             log.warning("kvstore: %s", text)
-
-
-def _kind(error: KVStoreError) -> str:
-    """What went wrong, without the name of any file."""
-    if isinstance(error, UnavailableError) and isinstance(error.__cause__, OSError):
-        return advice(error.__cause__)
-    return _KINDS.get(type(error), "the log says why")
-
-
-_KINDS = {
-    LockTimeoutError: "another process holds a lock of the cache directory; stop it or try again",
-    FormatVersionError: "a newer kvstore wrote to the cache directory; upgrade this one",
-    IntervalMismatchError: "another cache directory, with another interval, is in its place; see the log",
-    NotACacheDirectoryError: "something else is in the cache directory's place; see the log",
-}
 
 
 def _has_non_finite(item: Span | Boundary, pace: Pace) -> bool:

@@ -215,6 +215,23 @@ def test_no_trouble_names_a_file(writer, form, monkeypatch, caplog, kind):
     assert warnings_of(caplog) == ["kvstore: not saved: /home/me/kv/locks/publish.lock is held"]
 
 
+def test_too_little_memory_is_no_bug(writer, form, monkeypatch, caplog):
+    """Found by review: the log, and the health, asked for a report."""
+
+    class ArrayMemoryError(MemoryError):
+        """As numpy has one."""
+
+    def publish(*_):
+        raise ArrayMemoryError("Unable to allocate 288 MiB")
+
+    monkeypatch.setattr(form.namespace, "publish", publish)
+    assert writer.offer(job_of(writer, form, 0, 20))
+    assert writer.drain(30)
+    assert writer.trouble == "not saved: there was not enough memory for it; answer fewer prompts at once"
+    assert warnings_of(caplog) == [f"kvstore: {writer.trouble}"]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 WIDE = (TensorSpec("0.keys", "U8", 1, (2048,)),)
 CHUNK = 32 * 2048
 
