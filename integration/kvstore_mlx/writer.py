@@ -94,7 +94,7 @@ class Writer:
         self._expected = 0
         self._queue: deque[Job] = deque()
         self._queued = 0
-        self._closing = False
+        self._closing = self._given_up = False
         self._busy = False
         self._changed = threading.Condition()
         self._warned = Seldom(_WARN_EVERY_S, monotonic)
@@ -201,16 +201,21 @@ class Writer:
                 self._hurried -= 1
 
     def close(self, timeout: float) -> bool:
-        """Write what is queued, then end the thread; False when timeout seconds were not enough."""
+        """Write what is queued, then end the thread; False when timeout seconds were not enough. It then ends after the
+        node under way, and waits for no other process's collection.
+        """
         done = self.drain(timeout)
         left: list[Job] = []
         with self._changed:
             self._hurried += 1
             self._closing = True
             if not done:
+                self._given_up = True
                 left += self._queue
                 self._queue.clear()
             self._changed.notify_all()
+        if not done:
+            self._housekeeping.end()
         left.clear()  # Their memory, which nobody who wants the lock should wait for.
         self._thread.join(timeout if done else 0.1)
         return done
@@ -270,7 +275,7 @@ class Writer:
             for item in job.items:
                 ahead -= item.payload_bytes
                 # One by one: memory is given back as it is written, and a hole stops the rest.
-                if job.form.trouble or not self._item(job, item, ahead):
+                if self._given_up or job.form.trouble or not self._item(job, item, ahead):
                     return False
                 job.give_back(item)
         except MissingParentError as error:

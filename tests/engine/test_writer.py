@@ -26,7 +26,7 @@ from kvstore import (
 from kvstore.directory import unavailable
 from kvstore.gc import usage
 from kvstore.keys import pack_tokens
-from kvstore.locks import publish_lock
+from kvstore.locks import gc_lock, publish_lock
 from kvstore_mlx import housekeeping as housekeeping_module
 from kvstore_mlx import writer as writer_module
 from kvstore_mlx.housekeeping import Housekeeping, Refusal
@@ -365,6 +365,44 @@ def test_memory_goes_back_to_the_system_when_nothing_happens(store, monkeypatch)
     writer.expect(1)
     assert eventually(lambda: writer._pool.resident == 0)
     writer.close(10)
+
+
+def test_a_close_that_nobody_waits_for_ends_after_the_node_under_way(writer, form, monkeypatch):
+    """What is written when the store is closed would leave a staging folder that nobody removes."""
+    begun, go, failed = threading.Event(), threading.Event(), []
+    publish = form.namespace.publish
+
+    def slow(*args):
+        begun.set()
+        assert go.wait(30)
+        return publish(*args)
+
+    monkeypatch.setattr(form.namespace, "publish", slow)
+    assert writer.offer(job_of(writer, form, 0, 20, 32, 50, on_failure=lambda: failed.append(1)))
+    assert begun.wait(30)
+    assert not writer.close(0)
+    go.set()
+    assert eventually(lambda: not writer._thread.is_alive())
+    assert form.namespace.lookup(TOKENS).count == 20
+    assert failed == [1]
+    assert writer._pool.lent == 0
+
+
+def test_a_close_that_nobody_waits_for_waits_for_no_other_collection(store, form, monkeypatch):
+    monkeypatch.setattr(housekeeping_module, "_BUSY_NAP_S", 30.0)
+    house = Housekeeping(store, usage(store.context) + CHUNK + 8192)
+    writer = Writer(house)
+    assert writer.offer(wide_job(form, 1))
+    assert writer.drain(30)
+    waiting, wait = threading.Event(), house._ended.wait
+    monkeypatch.setattr(house._ended, "wait", lambda seconds: waiting.set() or wait(seconds))
+    with gc_lock(store.context.layout) as mine:
+        assert mine
+        assert writer.offer(wide_job(form, 2))
+        assert waiting.wait(30)
+        assert not writer.close(0)
+        assert eventually(lambda: not writer._thread.is_alive())
+    assert house.refused == {Refusal.BUSY: 1}
 
 
 class TestPace:
