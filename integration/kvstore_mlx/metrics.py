@@ -127,6 +127,7 @@ class Metrics:
         self._now = now
         self._stats = StatsFile(store.context)
         self._timer: threading.Timer | None = None
+        self._closed = False
         self._lock = threading.Lock()
         self._current: Served | None = None
         self.totals = _Totals()
@@ -193,8 +194,11 @@ class Metrics:
             self._count(generated_tokens=generated)
 
     def close(self) -> None:
-        """Write the counters to the directory once more."""
+        """Write the counters to the directory once more. What is counted afterwards (an answer that was half taken, and
+        ends) is written at once: a timer might be too late, and would leave a staging folder that nobody removes.
+        """
         with self._lock:
+            self._closed = True
             timer, self._timer = self._timer, None
         if timer is not None:
             timer.cancel()
@@ -204,16 +208,24 @@ class Metrics:
         """Add to the counters of the directory, which are written soon."""
         self._stats.add(**amounts)
         with self._lock:
-            if self._timer is not None:
-                return
-            timer = threading.Timer(FLUSH_S, self._flush)
-            timer.daemon = True
-            try:
-                timer.start()
-            except RuntimeError as error:  # no more threads; the next count tries again
-                log.debug("kvstore: counters are not written yet: %s", error)
-            else:
-                self._timer = timer
+            closed = self._closed
+            if not closed and self._timer is None:
+                self._timer = self._started()
+        if closed:
+            # With a staging folder of its own, before the store's would be made anew for it.
+            self._stats.flush()
+            self._stats.close()
+
+    def _started(self) -> threading.Timer | None:
+        """The timer of the next flush; None where there are no more threads, and the next count tries again."""
+        timer = threading.Timer(FLUSH_S, self._flush)
+        timer.daemon = True
+        try:
+            timer.start()
+        except RuntimeError as error:
+            log.debug("kvstore: counters are not written yet: %s", error)
+            return None
+        return timer
 
     def _flush(self) -> None:
         with self._lock:

@@ -11,7 +11,7 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler
-from itertools import count, pairwise
+from itertools import count, islice, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +19,7 @@ from core_support import open_store
 from engine_support import conversation, wait_saved
 from prometheus_client.parser import text_string_to_metric_families
 
+import kvstore_mlx
 from kvstore import KVStoreError, NamespaceInfo
 from kvstore.stats import read_stats
 from kvstore_mlx.boundaries import Saving
@@ -137,15 +138,10 @@ def test_a_stream_that_is_cut_off_ends_what_it_came_from(metrics):
     assert metrics.totals.generated_tokens == 1
 
 
-def test_a_session_counts_too(tiny_llama, tmp_path):
-    from mlx_lm import load
-
-    import kvstore_mlx
-
-    model, tokenizer = load(str(tiny_llama))
+def test_a_session_counts_too(tiny_llama, loaded, tmp_path):
     prompt = "explain why a cache must never lie. " * 8
     for _ in range(2):
-        with kvstore_mlx.open(tmp_path / "kv", model, tokenizer, path=str(tiny_llama)) as cache:
+        with kvstore_mlx.open(tmp_path / "kv", *loaded, path=str(tiny_llama)) as cache:
             generated = len(list(cache.stream_generate(prompt, max_tokens=4)))
     with open_store(tmp_path / "kv", None) as store:
         found = read_stats(store.context)
@@ -191,6 +187,28 @@ def test_a_timer_that_cannot_be_started_is_no_error_of_the_request(metrics, monk
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert read_stats(metrics._store.context).total("generated_tokens") == 2
+
+
+def test_what_is_counted_after_the_end_is_written_and_leaves_nothing(metrics, monkeypatch):
+    """Found by review: a timer made a staging folder that nobody removed, or came too late."""
+    monkeypatch.setattr("threading.Timer.start", lambda _: pytest.fail("a timer"))
+    metrics.close()
+    store = metrics._store
+    store.close()
+    assert list(metrics.watched(Served(), iter([1, 2]))) == [1, 2]
+    assert read_stats(store.context).total("generated_tokens") == 2
+    assert list(store.context.layout.tmp.iterdir()) == []
+
+
+def test_a_session_that_is_closed_before_its_answer_counts_all_of_it(tiny_llama, loaded, tmp_path):
+    cache = kvstore_mlx.open(tmp_path / "kv", *loaded, path=str(tiny_llama))
+    answer = cache.stream_generate("explain why a cache must never lie. " * 8, max_tokens=8)
+    taken = list(islice(answer, 3))
+    cache.close()
+    answer.close()
+    with open_store(tmp_path / "kv", None) as store:
+        assert read_stats(store.context).total("generated_tokens") == len(taken)
+        assert list(store.context.layout.tmp.iterdir()) == []
 
 
 def test_without_the_package_there_is_one_sentence(metrics, monkeypatch):
