@@ -218,11 +218,15 @@ class Session:
                 raise ValueError("finish wants the prompt of the run, and what was forwarded after it")
             self._can_be_saved(held, run.caches)
             self._finish(run, held)
+            self._idle()
 
     def _finish(self, run: Run, tokens: Sequence[int]) -> None:
         recording = run.recording
         if recording is not None:
             self._save(run, lambda: recording.finished(run.caches, len(tokens), tokens))
+
+    def _idle(self) -> None:
+        """Have the writer go at full speed, unless another answer makes itself known."""
         if self._writer is not None:
             self._writer.idle()
 
@@ -310,21 +314,25 @@ class Session:
     ) -> Generator[GenerationResponse | None, None, None]:
         """The steps of an answer: None before each piece of its prefill, then its responses."""
         check_limit(max_tokens)
-        run = yield from self._prefilling(self.tokens_of(prompt), cuts)
-        responses = answer(
-            self._model,
-            self._wrapped(),
-            run,
-            max_tokens,
-            sampler=sampler,
-            processors=processors,
-            quantization=self._quantization,
-            finish=self._finish,
-        )
-        for response in responses if self._metrics is None else self._metrics.watched(Served(), responses):
-            # Another thread may look at it, and could not compute it.
-            mx.eval(response.logprobs)
-            yield response
+        try:
+            run = yield from self._prefilling(self.tokens_of(prompt), cuts)
+            responses = answer(
+                self._model,
+                self._wrapped(),
+                run,
+                max_tokens,
+                sampler=sampler,
+                processors=processors,
+                quantization=self._quantization,
+                finish=self._finish,
+            )
+            for response in responses if self._metrics is None else self._metrics.watched(Served(), responses):
+                # Another thread may look at it, and could not compute it.
+                mx.eval(response.logprobs)
+                yield response
+        finally:
+            # However it ended: after one token, at a failure, or because its client went.
+            self._idle()
 
     def tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
         """A prompt as mlx_lm.stream_generate tokenizes it."""

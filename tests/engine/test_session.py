@@ -17,6 +17,7 @@ from session_support import PROMPT, decode, forwarded, opener, prompt_of, sessio
 import kvstore
 import kvstore_mlx
 from kvstore.store import Namespace
+from kvstore_mlx import session as session_module
 from kvstore_mlx.live import Extras
 from kvstore_mlx.restoring import Restored
 
@@ -332,3 +333,32 @@ def test_writes_are_bounded_when_asked(opened):
         assert cache.prefill(list(range(1, 201))).cached_tokens == 0, "a chunk larger than the limit is never written"
     with pytest.raises(kvstore.KVStoreError, match="size"):
         opened(write_limit="much")
+
+
+@pytest.mark.parametrize("how", ["one token", "end of text", "client", "sampler", "prefill"])
+def test_a_request_that_ended_slows_no_writing_however_it_did(loaded, opened, monkeypatch, how):
+    """Found by review: one that ended at its first token left the writer at a hundredth of its speed for half a minute."""
+
+    def failing(*_, **__):
+        raise ZeroDivisionError
+
+    with opened() as cache:
+        writer = cache._writer
+        if how == "end of text":
+            monkeypatch.setattr(type(loaded[1]), "eos_token_ids", set(range(1 << 16)), raising=False)
+        if how == "prefill":
+            monkeypatch.setattr(session_module, "prefill", failing)
+        answer = cache.stream_generate(
+            PROMPT, max_tokens=1 if how == "one token" else 8, sampler=failing if how == "sampler" else None
+        )
+        if how in {"sampler", "prefill"}:
+            with pytest.raises(ZeroDivisionError):
+                next(answer)
+        else:
+            next(answer)
+            assert writer._share() < 1.0, "while it goes on"
+            if how == "client":
+                answer.close()
+            else:
+                assert list(answer) == []
+        assert writer._share() == 1.0
