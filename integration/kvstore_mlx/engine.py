@@ -61,6 +61,7 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
         """As in mlx-lm: a cancelled request keeps what was saved so far, and no more is."""
         for uid in uids:
             self._forget(uid)
+        self._tier.ended()
         return super().remove(uids, *args, **kwargs)
 
     def extract_cache(self, uids: list[int]) -> Any:

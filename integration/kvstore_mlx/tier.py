@@ -263,6 +263,12 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
     def give_up(self, caches: Any) -> None:
         """Announce that it will not be called with this very list: the generation failed."""
         self._finishing.pop(id(caches), None)
+        self.ended()
+
+    def ended(self) -> None:
+        """Told that a request ended: the writer goes at full speed, unless another one makes itself known."""
+        if self.has_directory:
+            self._writer.idle()
 
     def distrust(self, caches: Any) -> None:
         """Announce that insert_cache will be called with this very list, which holds another request's padding."""
@@ -273,6 +279,9 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
 
         With prefill_only memory keeps, like the directory, what a prefill computed: the answer is cut off.
         """
+        whole = kwargs.get("cache_type", "assistant") == "assistant"  # The other kinds are parts of prompts.
+        if whole:
+            self.ended()
         if self._distrusted.pop(id(prompt_cache), None) is not None:
             return
         if model[2] is not None:
@@ -281,11 +290,9 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
                 return
         _, recording = self._finishing.pop(id(prompt_cache), (None, None))
         if recording is not None:
-            self._writer.idle()
             held = tokens
             guarded(lambda: recording.finished(prompt_cache, len(held), held))
-        # The other kinds are parts of prompts.
-        if self._saving.prefill_only and kwargs.get("cache_type", "assistant") == "assistant":
+        if self._saving.prefill_only and whole:
             if recording is None or not can_trim_prompt_cache(prompt_cache):
                 return
             trim_prompt_cache(prompt_cache, len(tokens) - recording.prompt_end)

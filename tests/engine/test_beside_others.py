@@ -97,7 +97,24 @@ def test_a_request_that_fails_lets_its_caches_go(batch):
         model=model_of("llama"), prompt=SHORT, prompt_cache=build("llama").make_cache(), stream=None
     )
     assert tier._finishing
+    assert writer._share() < 1.0
     with pytest.raises(RuntimeError, match="the engine failed"):
         next(responses)
     assert not tier._finishing
-    del writer
+    assert writer._share() == 1.0
+
+
+@pytest.mark.parametrize("how", ["cancelled", "too short to be saved", "padded"])
+def test_a_request_that_ended_slows_no_writing_whatever_became_of_it(batch, how):
+    """The engine is taken to be at work for half a minute after a piece of a prefill, unless it says that it is not."""
+    generator, tier, writer = batch
+    uid = add(generator, tier, SHORT[:20] if how == "too short to be saved" else SHORT, 1)
+    generator.next()
+    assert writer._share() < 1.0
+    if how == "cancelled":
+        generator.remove([uid])
+    else:
+        if how == "padded":
+            generator._padding.give_up()
+        run(generator, tier, [uid])
+    assert writer._share() == 1.0

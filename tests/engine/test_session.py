@@ -337,7 +337,7 @@ def test_writes_are_bounded_when_asked(opened):
 
 @pytest.mark.parametrize("how", ["one token", "end of text", "client", "sampler", "prefill"])
 def test_a_request_that_ended_slows_no_writing_however_it_did(loaded, opened, monkeypatch, how):
-    """Found by review: one that ended at its first token left the writer at a hundredth of its speed for half a minute."""
+    """Found by review: one that ended at its first token left the writer at a hundredth of its speed for 30 s."""
 
     def failing(*_, **__):
         raise ZeroDivisionError
