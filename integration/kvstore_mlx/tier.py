@@ -15,7 +15,7 @@ from typing import Any
 
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
-from kvstore.errors import TokenError
+from kvstore.errors import KVStoreError, TokenError
 from kvstore.keys import TOKEN_BYTES, pack_tokens
 from kvstore.nearest import Nearest
 from kvstore.sizes import format_size
@@ -29,6 +29,7 @@ from kvstore_mlx.plan import leaves_of
 from kvstore_mlx.recording import Recording
 from kvstore_mlx.restoring import Found, find, longest, restore
 from kvstore_mlx.spaces import Spaces
+from kvstore_mlx.trouble import BUG, in_words
 from kvstore_mlx.writer import Writer
 
 __all__ = ["TieredPromptCache", "guarded"]
@@ -110,6 +111,8 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
             return self._from_disk(space, tokens, caches, in_memory, started)
         except TokenError:
             log.info("kvstore: this prompt has images; served without the cache directory")
+        except (KVStoreError, MemoryError, OSError) as error:
+            log.warning("kvstore: lookup failed, computing instead: %s", in_words(error))
         except Exception:
             log.exception("kvstore: lookup failed, computing instead; this is a bug in kvstore, please report it")
         self._tell(told)
@@ -375,7 +378,7 @@ def guarded(save: Callable[[], object]) -> None:
     """Run a step of saving; whatever goes wrong is logged and never fails the request."""
     try:
         save()
-    except ValueError as error:
-        log.warning("kvstore: not saved: %s", error)
+    except (KVStoreError, MemoryError, OSError, ValueError) as error:
+        log.warning("kvstore: not saved: %s", in_words(error))
     except Exception:
-        log.exception("kvstore: not saved, and this is a bug in kvstore; please report it")
+        log.exception("kvstore: %s", BUG)

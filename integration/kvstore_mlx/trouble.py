@@ -11,7 +11,7 @@ from kvstore.errors import (
     UnavailableError,
 )
 
-__all__ = ["BUG", "kind_of", "told"]
+__all__ = ["BUG", "in_words", "kind_of"]
 
 BUG = "not saved, and this is a bug in kvstore; please report it"
 
@@ -32,6 +32,6 @@ def kind_of(error: Exception) -> str:
     return _NO_MEMORY if isinstance(error, MemoryError) else _KINDS.get(type(error), "the log says why")
 
 
-def told(error: Exception) -> str:
+def in_words(error: Exception) -> str:
     """What went wrong, for the log. A MemoryError mostly says nothing, or only what it had no room for."""
-    return _NO_MEMORY if isinstance(error, MemoryError) else str(error)
+    return _NO_MEMORY if isinstance(error, MemoryError) else str(error) or type(error).__name__

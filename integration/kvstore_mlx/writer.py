@@ -27,7 +27,7 @@ from kvstore_mlx.live import LOGITS
 from kvstore_mlx.pool import Loan, Pool
 from kvstore_mlx.refusals import Fate
 from kvstore_mlx.seldom import Seldom
-from kvstore_mlx.trouble import BUG, kind_of, told
+from kvstore_mlx.trouble import BUG, in_words, kind_of
 from kvstore_mlx.verification import differs
 
 __all__ = ["Boundary", "Job", "Writer"]
@@ -281,7 +281,7 @@ class Writer:
         except MissingParentError as error:
             log.debug("kvstore: not saved: %s", error)
         except (KVStoreError, MemoryError) as error:
-            self._warn(f"not saved: {told(error)}", f"not saved: {kind_of(error)}")
+            self._warn(f"not saved: {in_words(error)}", f"not saved: {kind_of(error)}")
         except Exception:
             self.trouble = BUG
             if self._warned.due(BUG):

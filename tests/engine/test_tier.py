@@ -21,7 +21,7 @@ from kvstore import NamespaceInfo, Store
 from kvstore_mlx.boundaries import Saving
 from kvstore_mlx.engine import recording_stream_generate
 from kvstore_mlx.forms import Form, ModelSpace
-from kvstore_mlx.tier import TieredPromptCache
+from kvstore_mlx.tier import TieredPromptCache, guarded
 
 MODEL = ("model", None, None)
 DRAFTED = ("model", None, "draft")
@@ -153,21 +153,43 @@ def test_processors_of_a_request_that_nobody_records_see_what_memory_had(tier, f
 
 
 class Broken(NoSpaces):
-    stateful, most, ids = False, None, ("broken",)
+    stateful, most, ids, label, row_bytes = False, None, ("broken",), "broken", 1
+    error: Exception = RuntimeError("a bug of ours")
 
     def of(self, model):
         return self
 
     @property
     def usable(self):
-        raise RuntimeError("a bug of ours")
+        raise self.error
 
 
 def test_a_bug_of_ours_is_logged_and_the_request_computed(caplog):
     tier = TieredPromptCache(10, Broken(), None, Saving())
     assert tier.fetch_nearest_cache(MODEL, [1, 2, 3]) == (None, [1, 2, 3])
     assert "lookup failed, computing instead" in caplog.text
+    assert "a bug of ours" in caplog.text
     assert tier.take_recording() is None
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(MemoryError(), "not enough memory"), (OSError(24, "too many files"), "too many files")]
+)
+def test_what_the_machine_lacks_is_no_bug_of_ours(caplog, monkeypatch, error, said):
+    monkeypatch.setattr(Broken, "error", error)
+    tier = TieredPromptCache(10, Broken(), None, Saving())
+    assert tier.fetch_nearest_cache(MODEL, [1, 2, 3]) == (None, [1, 2, 3])
+
+    def save() -> None:
+        raise error
+
+    guarded(save)
+    looked, saved = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert looked.startswith("kvstore: lookup failed, computing instead: ")
+    assert saved.startswith("kvstore: not saved: ")
+    assert said in looked
+    assert said in saved
+    assert "bug" not in caplog.text
 
 
 def test_images_are_served_without_the_directory(caplog):
