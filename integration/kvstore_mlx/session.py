@@ -177,9 +177,16 @@ class Session:
             run.recording = None
 
     def _record(
-        self, tokens: list[int], saved: Mapping[Form, int], known: int, *, decoded: bool, ends: Sequence[int] = ()
+        self,
+        tokens: list[int],
+        saved: Mapping[Form, int],
+        known: int,
+        *,
+        decoded: bool,
+        ends: Sequence[int] = (),
+        prompt_end: int | None = None,
     ) -> Recording | None:
-        """A prompt's way into the store; None where there is none."""
+        """A prompt's way into the store; None where there is none. Without prompt_end all of it is a prefill's."""
         if self._writer is None or self._space is None:
             return None
         return Recording(
@@ -190,7 +197,7 @@ class Session:
             known=known,
             decoded=decoded,
             boundaries=ends,
-            prompt_end=len(tokens),
+            prompt_end=len(tokens) if prompt_end is None else prompt_end,
             prefill_only=self._saving.prefill_only,
             extras=None if self._extras is None else self._extras.capture,
             phase=self._phase,
@@ -243,7 +250,8 @@ class Session:
 
         def publish() -> None:
             saved = self._fetching.borders(held)
-            recording = self._record(held, saved, len(held) if decoded else 0, decoded=decoded)
+            # Where some of it was decoded no part is known to be a prefill's. All that is not saved yet is new.
+            recording = self._record(held, saved, 0, decoded=decoded, prompt_end=0 if decoded else None)
             if recording is not None and self._metrics is not None:
                 recording.on_written = self._metrics.writing(Served())
                 recording.finished(caches, len(held), held, logits=logits)
