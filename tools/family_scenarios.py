@@ -132,7 +132,8 @@ def write(row: str, model: Any, directory: Path, quantized: Quantized = None) ->
         first = session.prefill(PROMPT)
         answer = _answer(model, first, quantized)
         _compare(outcome, "first write", answer, expected)
-        session.finish(first, [*PROMPT, *answer.tokens[:-1]])
+        held = [*PROMPT, *answer.tokens[:-1]]
+        session.finish(first, held, count=len(held))
         session.flush()
         again = session.prefill(PROMPT)
         _compare(outcome, "repeat", _answer(model, again, quantized), expected)

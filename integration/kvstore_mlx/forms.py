@@ -76,15 +76,23 @@ class ModelSpace:
             raise ValueError(f"{exactly} tokens are quantized, which an engine does from {form.least} on")
         return form, Live(form.plan, caches, index, exactly)
 
-    def check(self, caches: Sequence[Any], tokens: int, logits: Any | None = None) -> None:
+    def check(self, caches: Sequence[Any], tokens: int, logits: Any | None = None, count: int | None = None) -> None:
         """ValueError unless these are caches of this model that hold exactly so many tokens, and its logits. For what a
         caller hands over; it computes nothing.
+
+        count: tokens that the caches hold as the caller counted them. Where no layer counts (recurrent ones do not)
+        nothing else tells, and what is saved under a wrong number gives wrong tokens: none is a ValueError there.
         """
         try:
             _, live = self.look(caches, None, tokens)
             live.check(logits)
+            counted = live.plan.count(caches) is not None
         except (TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"these are no caches and logits of this model: {error}") from error
+        if count is not None and count != tokens:
+            raise ValueError(f"{count} tokens were counted where {tokens} are given")
+        if count is None and not counted:
+            raise ValueError("no layer of this model counts its tokens: say by count= how many the caches hold")
 
     def row_bytes(self, tokens: int) -> int:
         """Bytes that the blocks of a prompt of so many tokens take, in the form that it has then."""

@@ -215,15 +215,15 @@ class Session:
         if recording is not None:
             recording.on_written = wrote
 
-    def finish(self, run: Run, tokens: Sequence[int]) -> None:
+    def finish(self, run: Run, tokens: Sequence[int], *, count: int | None = None) -> None:
         """Save what was generated. tokens are the prompt and all tokens that were forwarded after it; ValueError when
-        they are not what the run's caches hold.
+        they are not what the run's caches hold. count: see publish.
         """
         held = list(tokens)
         with self._turns.taken:
             if held[: len(run.tokens)] != run.tokens:
                 raise ValueError("finish wants the prompt of the run, and what was forwarded after it")
-            self._can_be_saved(held, run.caches)
+            self._can_be_saved(held, run.caches, count=count)
             self._finish(run, held)
             self._idle()
 
@@ -238,13 +238,21 @@ class Session:
             self._writer.idle()
 
     def publish(
-        self, tokens: Sequence[int], caches: Sequence[Any], *, logits: Any | None = None, decoded: bool = False
+        self,
+        tokens: Sequence[int],
+        caches: Sequence[Any],
+        *,
+        logits: Any | None = None,
+        decoded: bool = False,
+        count: int | None = None,
     ) -> None:
         """Save caches that hold exactly these tokens; what is saved of them already is not written again.
 
         decoded: whether any of the tokens was generated rather than prefilled; an exact session leaves them all then.
         logits ``[vocabulary]`` are those after the last one, so that the next exact hit needs no forward pass.
-        ValueError when the caches or the logits are not this model's, or the caches hold another number of tokens.
+        count: how many tokens the caches hold, as you counted them while you forwarded them. A model none of whose
+        layers counts (mamba, rwkv7) must be told. ValueError when the caches or the logits are not this model's, or the
+        caches hold another number of tokens, or nobody says how many.
         """
         held = list(tokens)
 
@@ -257,16 +265,18 @@ class Session:
                 recording.finished(caches, len(held), held, logits=logits)
 
         with self._turns.taken:
-            if self._can_be_saved(held, caches, logits):
+            if self._can_be_saved(held, caches, logits, count):
                 self._guard.done(publish)
 
-    def _can_be_saved(self, tokens: list[int], caches: Sequence[Any], logits: Any | None = None) -> bool:
+    def _can_be_saved(
+        self, tokens: list[int], caches: Sequence[Any], logits: Any | None = None, count: int | None = None
+    ) -> bool:
         """Whether what a caller hands over can be: not without a directory, nor with images. A mistake is raised, also
         where nothing is left to be saved.
         """
         if self._space is None or self._guard.tried(lambda: pack_tokens(tokens), None) is None:
             return False
-        self._space.check(caches, len(tokens), logits)
+        self._space.check(caches, len(tokens), logits, count)
         return True
 
     def stream_generate(

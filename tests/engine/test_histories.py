@@ -49,7 +49,7 @@ class Conversation(History):
             # Two tokens that are equally likely to the last bits may be chosen either way.
             assert_same(our_logits[: same + 1], their_logits[: same + 1], self.tolerance)
             self.tokens = forwarded(self.tokens, ours)
-            self.session.finish(run, self.tokens)
+            self.session.finish(run, self.tokens, count=len(self.tokens))
         if flush:
             assert self.flush()
 

@@ -7,7 +7,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from session_support import array_of, assert_same, model_of, prompt_of, session_of
 
-FAMILIES = ["llama", "gpt_oss", "jamba"]
+FAMILIES = ["llama", "gpt_oss", "jamba", "mamba"]
 
 
 def forward(model, caches, tokens):
@@ -25,7 +25,7 @@ def test_what_is_published_comes_back_whole(tmp_path, family, decoded):
     caches = make_prompt_cache(model)
     logits = forward(model, caches, tokens)
     with session_of(tmp_path / "cache", family) as cache:
-        cache.publish(tokens, caches, logits=logits, decoded=decoded)
+        cache.publish(tokens, caches, logits=logits, decoded=decoded, count=100)
         assert cache.flush()
         restored = cache.restore(tokens)
         assert restored.tokens == len(tokens)
@@ -40,10 +40,76 @@ def test_an_exact_session_neither_saves_nor_restores_what_was_decoded(tmp_path, 
     logits = forward(model, caches, tokens)
     for saving, there in ((True, 0), (False, 100)):
         with session_of(tmp_path / "cache", family, exact=saving) as cache:
-            cache.publish(tokens, caches, logits=logits, decoded=True)
+            cache.publish(tokens, caches, logits=logits, decoded=True, count=100)
             assert cache.flush()
         with session_of(tmp_path / "cache", family, exact=True) as cache:
             assert cache.restore(tokens) is None
         with session_of(tmp_path / "cache", family) as cache:
             restored = cache.restore(tokens)
             assert (0 if restored is None else restored.tokens) == there
+
+
+UNCOUNTED = ["mamba", "mamba2", "rwkv7"]
+
+
+@pytest.mark.parametrize("family", UNCOUNTED)
+def test_what_no_layer_counts_is_saved_only_when_the_caller_counts(tmp_path, family):
+    """Found by review: tokens that were never forwarded were restored, and what was computed from there was wrong."""
+    model, tokens = model_of(family), prompt_of(100)
+    caches = make_prompt_cache(model)
+    forward(model, caches, tokens)
+    with session_of(tmp_path / "cache", family) as cache:
+        for given in (tokens, [*tokens, 7]):
+            with pytest.raises(ValueError, match="no layer of this model counts its tokens"):
+                cache.publish(given, caches)
+        with pytest.raises(ValueError, match="100 tokens were counted where 101 are given"):
+            cache.publish([*tokens, 7], caches, count=100)
+        assert cache.flush()
+        assert cache.restore([*tokens, 7]) is None
+        cache.publish(tokens, caches, count=100)
+        assert cache.flush()
+        restored = cache.restore([*tokens, 7])
+        assert restored.tokens == 100
+        assert_same([array_of(forward(model, restored.caches, [7]))], [array_of(forward(model, caches, [7]))])
+        assert cache.failures == 0
+
+
+@pytest.mark.parametrize("family", UNCOUNTED)
+def test_nor_is_what_was_generated(tmp_path, family):
+    model, tokens = model_of(family), prompt_of(100)
+    with session_of(tmp_path / "cache", family) as cache:
+        run = cache.prefill(tokens)
+        assert cache.flush()
+        forward(model, run.caches, [7])
+        for held in (tokens, [*tokens, 7], [*tokens, 7, 8]):
+            with pytest.raises(ValueError, match="no layer of this model counts its tokens"):
+                cache.finish(run, held)
+        with pytest.raises(ValueError, match="101 tokens were counted where 102 are given"):
+            cache.finish(run, [*tokens, 7, 8], count=101)
+        assert cache.flush()
+        assert cache.restore([*tokens, 7, 8]).tokens == 100
+        cache.finish(run, [*tokens, 7], count=101)
+        assert cache.flush()
+        assert cache.restore([*tokens, 7, 8]).tokens == 101
+
+
+def test_a_count_is_compared_with_what_layers_count_too(tmp_path):
+    model, tokens = model_of("llama"), prompt_of(100)
+    caches = make_prompt_cache(model)
+    forward(model, caches, tokens)
+    with session_of(tmp_path / "cache", "llama") as cache:
+        for given, count, words in ((tokens, 99, "99 tokens were counted"), ([*tokens, 7], 101, "tokens where 101")):
+            with pytest.raises(ValueError, match=words):
+                cache.publish(given, caches, count=count)
+        cache.publish(tokens, caches, count=100)
+        assert cache.flush()
+        assert cache.restore(tokens).tokens == 100
+
+
+def test_without_a_directory_no_count_is_wanted():
+    model, tokens = model_of("mamba"), prompt_of(100)
+    with session_of(None, "mamba") as cache:
+        run = cache.prefill(tokens)
+        forward(model, run.caches, [7])
+        cache.finish(run, [*tokens, 7])
+        cache.publish([*tokens, 7], run.caches)

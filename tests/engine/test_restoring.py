@@ -29,7 +29,7 @@ def save(directory: Path, family: str, prompt: list[int] = PROMPT, answer: int =
         tokens = list(prompt)
         if answer:
             tokens = forwarded(prompt, decode(session, run, answer)[0])
-            session.finish(run, tokens)
+            session.finish(run, tokens, count=len(tokens))
         assert session.flush()
     return tokens
 
