@@ -189,9 +189,13 @@ class Metrics:
         finally:
             if isinstance(responses, Generator):
                 responses.close()
-            with self._lock:
-                self.totals.generated_tokens += generated
-            self._count(generated_tokens=generated)
+            self.generated(generated)
+
+    def generated(self, tokens: int) -> None:
+        """So many tokens of an answer were generated."""
+        with self._lock:
+            self.totals.generated_tokens += tokens
+        self._count(generated_tokens=tokens)
 
     def close(self) -> None:
         """Write the counters to the directory once more. What is counted afterwards (an answer that was half taken, and

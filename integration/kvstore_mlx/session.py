@@ -12,7 +12,7 @@ Everything but the writing happens on the thread that calls, and what an event l
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, closing
 from types import TracebackType
 from typing import Any, Self
@@ -38,7 +38,7 @@ from kvstore_mlx.plan import Plan
 from kvstore_mlx.prefill import pieces, prefill
 from kvstore_mlx.recording import Recording
 from kvstore_mlx.restoring import Restored
-from kvstore_mlx.turns import Turns, outcome
+from kvstore_mlx.turns import Taking, Turns
 from kvstore_mlx.writer import Writer
 
 __all__ = ["Session"]
@@ -104,7 +104,7 @@ class Session:
         """
         if self._store is None:
             return None
-        with self._turns.taken:
+        with self._turns.turn():
             restored = self._guard.tried(lambda: self._fetching.whole(tokens), None)
             self._guard.done(lambda: self._count(len(tokens), restored, None))
             if self._extras is not None:
@@ -117,7 +117,7 @@ class Session:
         The prefill is cut where states are saved, the same with and without a directory: at chunk borders, at cuts
         (where a stable part of the prompt ends, say), and before the last token. An exact hit needs no forward pass.
         """
-        return outcome(self._turns.here(self._prefilling(list(tokens), cuts)))
+        return self._turns.outcome(self._prefilling(list(tokens), cuts))
 
     def _prefilling(self, tokens: list[int], cuts: Sequence[int]) -> Generator[None, None, Run]:
         """The steps of a prefill: the restore, and each piece."""
@@ -220,7 +220,7 @@ class Session:
         they are not what the run's caches hold. count: see publish.
         """
         held = list(tokens)
-        with self._turns.taken:
+        with self._turns.turn():
             if held[: len(run.tokens)] != run.tokens:
                 raise ValueError("finish wants the prompt of the run, and what was forwarded after it")
             self._can_be_saved(held, run.caches, count=count)
@@ -264,7 +264,7 @@ class Session:
                 recording.on_written = self._metrics.writing(Served())
                 recording.finished(caches, len(held), held, logits=logits)
 
-        with self._turns.taken:
+        with self._turns.turn():
             if self._can_be_saved(held, caches, logits, count):
                 self._guard.done(publish)
 
@@ -287,17 +287,16 @@ class Session:
         sampler: Callable[[Any], Any] | None = None,
         logits_processors: Sequence[Callable[[Any, Any], Any]] = (),
         cuts: Sequence[int] = (),
-    ) -> Iterator[GenerationResponse]:
+    ) -> Generator[GenerationResponse, None, None]:
         """As mlx_lm.stream_generate. Responses count the whole prompt, and do not say how much of it was
         reused; `prefill` does.
 
-        max_tokens -1 is no limit, as there.
+        max_tokens -1 is no limit, as there. An answer belongs to the thread that takes it. It ends when it is closed or
+        forgotten, and what was generated is saved; if that is elsewhere, when its thread calls this session next.
         """
-        steps = self._steps(prompt, max_tokens, sampler, list(logits_processors), cuts)
-        with closing(self._turns.here(steps)) as taken:
-            for step in taken:
-                if step is not None:
-                    yield step
+        taking = Taking()
+        steps = self._steps(prompt, max_tokens, sampler, list(logits_processors), cuts, taking=taking)
+        return self._turns.here(steps, taking)
 
     async def astream_generate(
         self,
@@ -316,11 +315,11 @@ class Session:
         extras hooks run on that thread, too, whose random numbers go on from those of the caller when an answer begins.
         A hook that keeps the state of one answer serves one at a time.
         """
-        steps = self._steps(prompt, max_tokens, sampler, list(logits_processors), cuts)
-        async with aclosing(self._turns.apart(steps)) as taken:
+        taking = Taking()
+        steps = self._steps(prompt, max_tokens, sampler, list(logits_processors), cuts, taking=taking)
+        async with aclosing(self._turns.apart(steps, taking)) as taken:
             async for step in taken:
-                if step is not None:
-                    yield step
+                yield step
 
     def _steps(
         self,
@@ -329,9 +328,12 @@ class Session:
         sampler: Callable[[Any], Any] | None,
         processors: Sequence[Callable[[Any, Any], Any]],
         cuts: Sequence[int],
+        *,
+        taking: Taking,
     ) -> Generator[GenerationResponse | None, None, None]:
         """The steps of an answer: None before each piece of its prefill, then its responses."""
         check_limit(max_tokens)
+        generated = 0
         try:
             run = yield from self._prefilling(self.tokens_of(prompt), cuts)
             responses = answer(
@@ -342,15 +344,19 @@ class Session:
                 sampler=sampler,
                 processors=processors,
                 quantization=self._quantization,
-                finish=self._finish,
+                finish=lambda run, held: self._finish(run, held) if taking.now else None,
             )
-            for response in responses if self._metrics is None else self._metrics.watched(Served(), responses):
+            for response in responses:
+                generated += 1
                 # Another thread may look at it, and could not compute it.
                 mx.eval(response.logprobs)
                 yield response
         finally:
             # However it ended: after one token, at a failure, or because its client went.
-            self._idle()
+            if taking.now:
+                self._idle()
+                if self._metrics is not None:
+                    self._metrics.generated(generated)
 
     def tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
         """A prompt as mlx_lm.stream_generate tokenizes it."""
@@ -358,10 +364,12 @@ class Session:
 
     def generate(self, prompt: str | Sequence[int], **kwargs: Any) -> str:
         """The whole answer as text; arguments as stream_generate."""
-        return "".join(response.text for response in self.stream_generate(prompt, **kwargs))
+        with closing(self.stream_generate(prompt, **kwargs)) as responses:
+            return "".join(response.text for response in responses)
 
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until everything is written; False when timeout seconds were not enough."""
+        self._turns.tidy()
         return self._writer is None or self._writer.drain(timeout)
 
     def close(self, timeout: float = 60.0) -> None:
