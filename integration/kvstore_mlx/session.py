@@ -12,8 +12,10 @@ Everything but the writing happens on the thread that calls, and what an event l
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+import weakref
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import aclosing, closing
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -37,6 +39,7 @@ from kvstore_mlx.metrics import Fetched, Metrics, Served
 from kvstore_mlx.plan import Plan
 from kvstore_mlx.prefill import pieces, prefill
 from kvstore_mlx.recording import Recording
+from kvstore_mlx.recordings import Recordings
 from kvstore_mlx.restoring import Restored
 from kvstore_mlx.turns import Taking, Turns
 from kvstore_mlx.writer import Writer
@@ -77,10 +80,15 @@ class Session:
         self._writer = None if store is None else Writer(Housekeeping(store, budget, write_limit))
         self._gate = None if space is None else Gate(space, saving.min_tokens)
         self._metrics = None if store is None else Metrics(store)
-        self._phase = 0 if store is None else address_phase()
         self._turns = Turns(model)
         self._guard = Guard()
         self._fetching = Fetching(space, self._writer, self._gate, saving, extras=extras is not None)
+        phase = 0 if store is None else address_phase()
+        self._recordings = Recordings(space, self._writer, self._gate, saving, extras, phase)
+        if self._writer is not None and self._metrics is not None and store is not None:
+            # For who drops it without close. Not at the interpreter's exit, which waits for no thread of this kind.
+            self._dropped = weakref.finalize(self, self._writer.leave, partial(_let_go, self._metrics, store))
+            self._dropped.atexit = False
 
     @property
     def plan(self) -> Plan:
@@ -130,7 +138,7 @@ class Session:
             self._extras.restore(restored.extras)
         known = 0 if restored is None else restored.tokens
         ends = boundaries(len(tokens), self._interval, self._saving.every, cuts) if self._stateful else ()
-        recording = self._guard.tried(lambda: self._begun(tokens, saved, known, ends), None)
+        recording = self._guard.tried(lambda: self._recordings.begin(tokens, saved, known, ends), None)
         self._guard.done(lambda: self._count(len(tokens), restored, recording))
         caches = self._make() if restored is None else restored.caches
         logits = None if restored is None else restored.logits
@@ -162,46 +170,10 @@ class Session:
             self._save(run, lambda: ended.finished(caches, len(tokens), tokens, logits=run.logits))
         return run
 
-    def _begun(self, tokens: list[int], saved: Mapping[Form, int], known: int, ends: Sequence[int]) -> Recording | None:
-        """The recording of a prompt that was looked up; None when it is not worth saving."""
-        decoded = known > 0 and not self._saving.prefill_only
-        keep = bool(saved) and self._gate is not None and self._gate.worth_saving(len(tokens))
-        recording = self._record(tokens, saved, known, decoded=decoded, ends=ends) if keep else None
-        if recording is not None:
-            recording.prepare()
-        return recording
-
     def _save(self, run: Run, step: Callable[[], None]) -> None:
         """A step of saving. When it fails it was the last one of this answer."""
         if not self._guard.done(step):
             run.recording = None
-
-    def _record(
-        self,
-        tokens: list[int],
-        saved: Mapping[Form, int],
-        known: int,
-        *,
-        decoded: bool,
-        ends: Sequence[int] = (),
-        prompt_end: int | None = None,
-    ) -> Recording | None:
-        """A prompt's way into the store; None where there is none. Without prompt_end all of it is a prefill's."""
-        if self._writer is None or self._space is None:
-            return None
-        return Recording(
-            self._space,
-            self._writer,
-            tokens,
-            saved=saved,
-            known=known,
-            decoded=decoded,
-            boundaries=ends,
-            prompt_end=len(tokens) if prompt_end is None else prompt_end,
-            prefill_only=self._saving.prefill_only,
-            extras=None if self._extras is None else self._extras.capture,
-            phase=self._phase,
-        )
 
     def _count(self, tokens: int, restored: Restored | None, recording: Recording | None) -> None:
         """Count a prompt for ``kvstore stats``, and have it told what is written of it."""
@@ -257,9 +229,7 @@ class Session:
         held = list(tokens)
 
         def publish() -> None:
-            saved = self._fetching.borders(held)
-            # Where some of it was decoded no part is known to be a prefill's. All that is not saved yet is new.
-            recording = self._record(held, saved, 0, decoded=decoded, prompt_end=0 if decoded else None)
+            recording = self._recordings.of(held, self._fetching.borders(held), decoded=decoded)
             if recording is not None and self._metrics is not None:
                 recording.on_written = self._metrics.writing(Served())
                 recording.finished(caches, len(held), held, logits=logits)
@@ -375,15 +345,15 @@ class Session:
     def close(self, timeout: float = 60.0) -> None:
         """Write what is queued, then let the directory go.
 
-        Answers of an event loop that are under way end after their step, as if there were no more tokens.
+        Answers of an event loop that are under way end after their step, as if there were no more tokens. What is
+        queued of a session that is dropped instead is written in the background, unless the process ends before.
         """
         self._turns.close()
         if self._writer is not None:
             self._writer.close(timeout)
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._store is not None:
-            self._store.close()
+        if self._metrics is not None and self._store is not None:
+            _let_go(self._metrics, self._store)
+            self._dropped.detach()
 
     def __enter__(self) -> Self:
         return self
@@ -414,3 +384,9 @@ class Session:
                 recording.reached(run.caches, None, done)
 
         self._save(run, save)
+
+
+def _let_go(metrics: Metrics, store: Store) -> None:
+    """What is left to do with a directory when all is written."""
+    metrics.close()
+    store.close()

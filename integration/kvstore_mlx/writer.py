@@ -7,11 +7,13 @@ published after a hole. Whatever fails here is counted and logged once a minute,
 
 from __future__ import annotations
 
+import _thread
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from kvstore.blocks import Span
 from kvstore.errors import KVStoreError, MissingParentError
@@ -96,6 +98,7 @@ class Writer:
         self._queued = 0
         self._closing = self._given_up = False
         self._busy = False
+        self._afterwards: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
         self._warned = Seldom(_WARN_EVERY_S, monotonic)
         self.trouble = ""
@@ -168,7 +171,7 @@ class Writer:
 
     def lend(self, size: int) -> Loan | None:
         """Memory to copy a span into, which goes into its job; None when the queue is full. Never waits."""
-        return self._pool.lend(size)
+        return None if self._closing else self._pool.lend(size)
 
     def offer(self, job: Job) -> bool:
         """Queue a job without waiting; False when the queue is full (an empty queue takes a job of any size).
@@ -183,6 +186,8 @@ class Writer:
                 self._changed.notify_all()
         if not taken:
             job.give_back()
+            if self._closing:
+                self._pool.trim()
         return taken
 
     def drain(self, timeout: float) -> bool:
@@ -218,9 +223,29 @@ class Writer:
             self._housekeeping.end()
         left.clear()  # Their memory, which nobody who wants the lock should wait for.
         self._thread.join(timeout if done else 0.1)
+        self._pool.trim()
         return done
 
+    def leave(self, afterwards: Callable[[], None]) -> None:
+        """Close without waiting, and call this when all is written. For a finalizer: whatever its thread holds, a lock
+        of threading's too, it waits for nothing.
+        """
+        with suppress(RuntimeError):  # Threads can no longer be started, and the process ends.
+            _thread.start_new_thread(self._leave, (afterwards,))
+
+    def _leave(self, afterwards: Callable[[], None]) -> None:
+        with self._changed:
+            self._afterwards = afterwards
+            self._closing = True
+            self._changed.notify_all()
+
     def _run(self) -> None:
+        self._work()
+        self._pool.trim()
+        self._afterwards()
+
+    def _work(self) -> None:
+        """Write what is queued until there is no more to come."""
         while True:
             with self._changed:
                 woken = True

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
+from itertools import islice
 
 import mlx.core as mx
 import pytest
@@ -15,6 +17,7 @@ from mlx_lm import load
 from model_support import make_family
 from session_support import PROMPT, opener
 
+import kvstore_mlx.writer
 from kvstore_mlx.recording import Recording
 
 WAIT_S = 20
@@ -296,3 +299,72 @@ def test_an_iteration_is_as_a_generator(opened):
         with pytest.raises(ValueError, match="already executing"):
             next(answers[0])
         assert not cache._turns._begun
+
+
+def writers() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "kvstore-writer"]
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    """It comes true within some seconds."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def staging(tmp_path) -> list[str]:
+    return [each.name for each in (tmp_path / "cache" / "tmp").iterdir()]
+
+
+@pytest.mark.parametrize("within", ["nothing", "the writer's lock", "a lock of threading's"])
+def test_a_session_that_is_dropped_writes_what_is_queued_and_lets_go(opened, tmp_path, monkeypatch, within):
+    """Found by review: its thread, its store and its staging folder stayed for the life of the process."""
+    monkeypatch.setattr(kvstore_mlx.writer, "_QUIET_S", 3600.0)
+    before = writers()
+    cache = opened()
+    said = [each.token for each in islice(cache.stream_generate(PROMPT, max_tokens=1), 1)]
+    writer, store, length = cache._writer, cache._store, len(cache.tokens_of(PROMPT))
+    assert len(said) == 1
+    assert writer.queued
+    locks = {
+        "nothing": nullcontext(),
+        "the writer's lock": writer._changed,
+        "a lock of threading's": threading._active_limbo_lock,
+    }
+    with locks[within]:
+        del cache
+    eventually(lambda: writers() == before)
+    assert not writer.queued
+    assert writer._pool.resident == 0
+    assert staging(tmp_path) == []
+    assert store.context.counters.saved_tokens == length
+    assert_saved(opened, [])
+
+
+def test_a_closed_session_is_dropped_without_a_word(opened):
+    with opened() as cache:
+        left = []
+        cache._writer.leave = lambda *_: left.append(1)
+        cache.prefill(cache.tokens_of(PROMPT))
+    cache.close()
+    del cache
+    assert left == []
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+def test_a_session_outlives_its_answers(opened, dropped):
+    """Who holds an answer holds the session."""
+    cache = opened()
+    answer = cache.stream_generate(PROMPT, max_tokens=5)
+    said = [next(answer).token]
+    thread = cache._writer._thread
+    del cache
+    if not dropped:
+        said += [each.token for each in answer]
+        assert thread.is_alive()
+    del answer
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    with opened() as again:
+        assert [each.token for each in again.stream_generate(PROMPT, max_tokens=5)][: len(said)] == said

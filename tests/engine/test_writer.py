@@ -349,7 +349,8 @@ def test_no_request_waits_while_memory_goes_back(store, form, monkeypatch):
     writer._closing = True
     assert not writer.offer(job)
     writer._closing = False
-    assert free == [True]
+    assert free, "of the job, and the rest"
+    assert all(free)
     writer.close(10)
 
 
@@ -466,3 +467,50 @@ class TestPace:
         assert writer.drain(10)
         assert time.monotonic() - started < 5
         assert form.namespace.lookup(TOKENS).count == 64
+
+
+class TestClosed:
+    """Of what the writer had memory for, none stays with whoever still holds it."""
+
+    def test_memory_goes_back_at_the_end(self, store, form):
+        writer = Writer(Housekeeping(store, 1 << 30), max_queued=8 * MIB)
+        assert writer.offer(job_of(writer, form, 0, 20))
+        writer.expect(3 * MIB)
+        assert eventually(lambda: writer._pool.resident >= 3 * MIB)
+        assert writer.close(10)
+        assert writer._pool.resident == 0
+        assert writer.lend(1) is None
+
+    def test_what_was_lent_before_goes_back_when_it_is_refused(self, store, form):
+        writer = Writer(Housekeeping(store, 1 << 30), max_queued=8 * MIB)
+        job = job_of(writer, form, 0, 20)
+        assert writer.close(10)
+        assert writer._pool.resident
+        assert not writer.offer(job)
+        assert writer._pool.resident == 0
+
+    def test_what_was_not_written_in_time_goes_back(self, store, form, monkeypatch):
+        written, go_on = [], threading.Event()
+        monkeypatch.setattr(Writer, "_write", lambda _, job: (written.append(job), go_on.wait(10)))
+        writer = Writer(Housekeeping(store, 1 << 30), max_queued=8 * MIB)
+        assert writer.offer(job_of(writer, form, 0, 20))
+        assert eventually(lambda: written)
+        assert writer.offer(job_of(writer, form, 0, 32))
+        assert not writer.close(0.05)
+        written.clear()
+        go_on.set()
+        writer._thread.join(10)
+        assert writer._pool.resident == 0
+
+    def test_left_it_ends_in_its_own_time(self, store, form):
+        """By a finalizer, within any lock."""
+        writer = Writer(Housekeeping(store, 1 << 30), max_queued=8 * MIB)
+        seen = []
+        with writer._changed:
+            assert writer.offer(job_of(writer, form, 0, 20))
+            writer.leave(lambda: seen.append((writer.queued, writer._pool.resident)))
+            assert seen == []
+        writer._thread.join(10)
+        assert seen == [(0, 0)]
+        assert form.namespace.lookup(TOKENS).count == 20
+        assert not writer.offer(job_of(writer, form, 0)), "nothing is queued any more"
