@@ -5,7 +5,8 @@ Both are copies: the engine goes on updating its buffers in place while another 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -13,7 +14,8 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from kvstore.blocks import TensorSpec
-from kvstore.states import Scalar, State, StateTensor
+from kvstore.errors import PublishError
+from kvstore.states import Scalar, State, StateTensor, state_parts
 from kvstore_mlx.buffers import DTYPES, copy_rows, copy_whole
 from kvstore_mlx.codecs import Snapshot
 from kvstore_mlx.plan import Plan
@@ -70,21 +72,42 @@ class HookError(Exception):
 
 
 def captured(capture: Callable[[], Extras]) -> Extras:
-    """What a hook attaches; HookError when there is nothing to attach."""
+    """What a hook attaches, computed; HookError when that fails, or when it cannot be saved. Whether its tensors hold
+    finite numbers the writer finds out, where nobody waits for it.
+    """
     try:
         extras = capture()
+        if isinstance(extras, Extras) and isinstance(extras.tensors, Mapping):
+            mx.eval([tensor for tensor in extras.tensors.values() if isinstance(tensor, mx.array)])
     except Exception as error:
         raise HookError(f"the extras hook failed: {str(error) or type(error).__name__}") from error
     if not isinstance(extras, Extras):
         raise HookError(f"the extras hook gave {type(extras).__name__}, not Extras")
-    for name, tensor in extras.tensors.items():
-        if tensor is not None and (not isinstance(tensor, mx.array) or tensor.dtype not in DTYPES):
-            what = tensor.dtype if isinstance(tensor, mx.array) else type(tensor).__name__
-            raise HookError(f"the extras hook gave {what} as tensor {name}, which cannot be saved")
-    for name, value in extras.values.items():
-        if value is not None and not isinstance(value, bool | int | float | str):
-            raise HookError(f"the extras hook gave {type(value).__name__} as value {name}, which cannot be saved")
+    if what := next(_unsavable(extras), ""):
+        raise HookError(f"the extras hook gave {what}, which cannot be saved")
     return extras
+
+
+def _unsavable(extras: Extras) -> Iterator[str]:
+    """What of extras is no array or small typed value with a name; to be asked for the first only."""
+    tensors: Any = extras.tensors
+    values: Any = extras.values
+    for kind, given in (("tensors", tensors), ("values", values)):
+        if not isinstance(given, Mapping):
+            yield f"{type(given).__name__} as {kind}"
+        yield from (f"{type(name).__name__} as a name of {kind}" for name in given if not isinstance(name, str))
+    for name, tensor in tensors.items():
+        if tensor is not None and (not isinstance(tensor, mx.array) or tensor.dtype not in DTYPES):
+            yield f"{tensor.dtype if isinstance(tensor, mx.array) else type(tensor).__name__} as tensor {name}"
+    for name, value in values.items():
+        if value is not None and not isinstance(value, bool | int | float | str):
+            yield f"{type(value).__name__} as value {name}"
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{value} as value {name}"
+    try:
+        state_parts(State((), [], values), 0, 1)
+    except PublishError as error:
+        yield f"values that are no small ones ({error})"
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from kvstore_mlx.forms import Form
 from kvstore_mlx.held import Held
 from kvstore_mlx.housekeeping import Housekeeping
 from kvstore_mlx.jobs import Boundary, Job
-from kvstore_mlx.live import LOGITS
+from kvstore_mlx.live import EXTRA, LOGITS
 from kvstore_mlx.pool import Loan, Pool
 from kvstore_mlx.refusals import Fate
 from kvstore_mlx.seldom import Seldom
@@ -317,8 +317,10 @@ class Writer:
 
     def _item(self, job: Job, item: Span | Boundary, ahead: int) -> bool:
         """Publish one span or state; False, with a warning, when it must not be or there is no room."""
-        if _has_non_finite(item, self._pace):
-            self._warn("NaN or infinity in the KV cache; not saved")
+        if (name := _non_finite(item, self._pace)) is not None:
+            hooks = name.startswith(EXTRA)
+            where = f"the extras hook's tensor {name.removeprefix(EXTRA)}" if hooks else "the KV cache"
+            self._warn(f"NaN or infinity in {where}; not saved")
             return False
         tokens = job.tokens[: item.end * TOKEN_BYTES]
         refusal = self._housekeeping.make_room(
@@ -365,7 +367,8 @@ class Writer:
             log.warning("kvstore: %s", text)
 
 
-def _has_non_finite(item: Span | Boundary, pace: Pace) -> bool:
+def _non_finite(item: Span | Boundary, pace: Pace) -> str | None:
+    """The name of a tensor that holds a number which is none, if there is one."""
     if isinstance(item, Span):
         names, dtypes = [spec.name for spec in item.specs], [spec.dtype for spec in item.specs]
         data = item.data
@@ -377,6 +380,6 @@ def _has_non_finite(item: Span | Boundary, pace: Pace) -> bool:
     for name, dtype, part in zip(names, dtypes, data, strict=True):
         for piece in slices(part):
             if has_non_finite(piece, dtype, but_minus=name == LOGITS):
-                return True
+                return name
             rest()
-    return False
+    return None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import threading
 
 import mlx.core as mx
 import pytest
@@ -161,11 +163,29 @@ def test_a_hook_begins_anew_when_a_restore_fails(opened, wanted, monkeypatch):
         assert int(mx.argmax(run.logits)) == wanted[0]
 
 
+def lazy_elsewhere() -> mx.array:
+    """Something that another thread has yet to compute."""
+    made = []
+    thread = threading.Thread(target=lambda: made.append(mx.ones(3) * 2))
+    thread.start()
+    thread.join()
+    return made[0]
+
+
 BROKEN = {
     "fails": lambda: {}["nothing"],
     "gives nothing": lambda: None,
     "gives a list": lambda: Extras({"pending": [1.0]}),
     "gives an object": lambda: Extras({}, {"at": object()}),
+    "gives no mapping of tensors": lambda: Extras([]),
+    "gives no mapping of values": lambda: Extras({}, None),
+    "names a tensor by a number": lambda: Extras({1: mx.zeros(3)}),
+    "names a value by a number": lambda: Extras({}, {2: 1}),
+    "gives no number": lambda: Extras({}, {"at": float("nan")}),
+    "gives infinity": lambda: Extras({}, {"at": -math.inf}),
+    "gives a very large integer": lambda: Extras({}, {"at": 10**300}),
+    "gives a very long text": lambda: Extras({}, {"at": "a" * (1 << 20)}),
+    "gives what only another thread can compute": lambda: Extras({"pending": lazy_elsewhere()}),
 }
 
 
@@ -185,6 +205,19 @@ def test_a_hook_that_fails_is_no_bug_of_kvstore(opened, wanted, caplog, capture)
         assert answered(cache) == wanted
         assert cache.flush()
         assert cache.restore(run.tokens).tokens == len(run.tokens)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_hook_s_tensor_of_no_numbers_is_named(opened, wanted, caplog, number):
+    """Found by review: it was told as the KV cache's."""
+    with opened(extras=(hook := Counter())) as cache:
+        hook.capture = lambda: Extras({"pending": mx.array([1.0, number])})
+        assert answered(cache) == wanted
+        assert cache.flush()
+        said = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+        assert said == ["kvstore: NaN or infinity in the extras hook's tensor pending; not saved"]
+        assert cache.restore(cache.tokens_of(PROMPT)) is None
+        assert cache.failures == 0
 
 
 BUGS = [*ERRORS, KeyError("a"), TypeError("a bug"), AttributeError("a bug")]
