@@ -146,14 +146,11 @@ class Turns:
         answer.thread = weakref.ref(self._current)
         with self.turn():
             self._begun.add(answer)
-            step: Any = _END
             try:
                 with answer.taking:
-                    step = next(answer.steps, _END)
+                    return next(answer.steps, _END)
             finally:
-                if step is _END:
-                    self._begun.discard(answer)
-            return step  # type: ignore[no-any-return]  # a Step or _END
+                self._forget_ended(answer)
 
     def end(self, answer: _Answer[Any]) -> None:
         """End an answer that is left; see _Iteration.close."""
@@ -203,9 +200,17 @@ class Turns:
                 self._dropped.append(answer)
 
     def _close(self, answer: _Answer[Any]) -> None:
-        with self._taken, answer.taking:
+        with self._taken:
+            try:
+                with answer.taking:
+                    answer.steps.close()
+            finally:
+                self._forget_ended(answer)
+
+    def _forget_ended(self, answer: _Answer[Any]) -> None:
+        """Not by what was raised: after an interrupt before a step there is an answer to be ended still."""
+        if inspect.getgeneratorstate(answer.steps) == inspect.GEN_CLOSED:
             self._begun.discard(answer)
-            answer.steps.close()
 
     @property
     def _current(self) -> _Thread:

@@ -19,6 +19,7 @@ from session_support import PROMPT, opener
 
 import kvstore_mlx.writer
 from kvstore_mlx.recording import Recording
+from kvstore_mlx.turns import Taking
 
 WAIT_S = 20
 OTHER = "a hash chain, link by link, from its root. " * 9
@@ -87,6 +88,10 @@ def assert_saved(opened, said: list[int]) -> None:
     with opened() as cache:
         tokens = [*cache.tokens_of(PROMPT), *said]
         assert cache.restore([*tokens, 5, 6, 7]).tokens == len(tokens)
+
+
+def interrupt(*_) -> None:
+    raise KeyboardInterrupt
 
 
 class Impatient:
@@ -271,6 +276,20 @@ def test_collected_together_with_its_session(opened, monkeypatch, begin):
         assert gc.collect() > 0
     assert finished == []
     assert_saved(opened, [])
+
+
+def test_interrupted_before_a_step(opened, monkeypatch):
+    """Nothing of the answer had to do with it, so what was generated is saved as ever."""
+    with opened() as cache:
+        answer = cache.stream_generate(PROMPT, max_tokens=20)
+        said = [next(answer).token for _ in range(5)]
+        with monkeypatch.context() as patch:
+            patch.setattr(Taking, "__enter__", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                next(answer)
+        del answer
+        assert not cache._turns._begun
+    assert_saved(opened, said)
 
 
 def test_an_iteration_is_as_a_generator(opened):
