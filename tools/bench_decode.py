@@ -150,7 +150,7 @@ class _Server:
     def publish(self, number: int) -> float:
         """Copy the chunk and queue it, on this thread as a generation's; seconds of that."""
         from kvstore_mlx.buffers import address_phase  # noqa: PLC0415 - imports the engine
-        from kvstore_mlx.writer import Job  # noqa: PLC0415 - as above
+        from kvstore_mlx.jobs import Job  # noqa: PLC0415 - as above
 
         tokens, phase = pack_tokens(prompt(self.rows.count)), address_phase()
         started = time.perf_counter()

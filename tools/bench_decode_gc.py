@@ -61,7 +61,8 @@ def _turn(
 ) -> dict[str, float]:
     """One collection in which at least one token came: on a busy machine that needs another try now and then."""
     from kvstore_mlx.housekeeping import Housekeeping  # noqa: PLC0415 - imports the engine
-    from kvstore_mlx.writer import Job, Writer  # noqa: PLC0415 - as above
+    from kvstore_mlx.jobs import Job  # noqa: PLC0415 - as above
+    from kvstore_mlx.writer import Writer  # noqa: PLC0415 - as above
 
     for _ in range(_TRIES):
         # Not a multiple of what files take, so that what is saved fits in beside the last one removed.

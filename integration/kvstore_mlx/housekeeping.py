@@ -35,7 +35,7 @@ from kvstore_mlx.refusals import Fate, Refusal, Refusals
 from kvstore_mlx.seldom import Seldom
 from kvstore_mlx.wear import Alarm, WriteLimit
 
-__all__ = ["Fate", "Housekeeping", "Refusal"]
+__all__ = ["Housekeeping"]
 
 log = logging.getLogger("kvstore")
 

@@ -17,10 +17,11 @@ from kvstore.keys import TOKEN_BYTES, pack_tokens
 from kvstore.states import State
 from kvstore_mlx.boundaries import MIN_TOKENS
 from kvstore_mlx.forms import Form, ModelSpace
-from kvstore_mlx.housekeeping import Fate
+from kvstore_mlx.jobs import Boundary, Job
 from kvstore_mlx.live import Extras, Live, Rows, captured
 from kvstore_mlx.pool import Loan
-from kvstore_mlx.writer import Boundary, Job, Writer
+from kvstore_mlx.refusals import Fate
+from kvstore_mlx.writer import Writer
 
 __all__ = ["Recording"]
 

@@ -32,7 +32,7 @@ from kvstore_mlx.seldom import Seldom
 from kvstore_mlx.trouble import BUG, in_words, kind_of
 from kvstore_mlx.verification import differs
 
-__all__ = ["Boundary", "Job", "Writer"]
+__all__ = ["Writer"]
 
 log = logging.getLogger("kvstore")
 

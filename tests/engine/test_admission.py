@@ -11,9 +11,11 @@ from kvstore import Span, TensorSpec
 from kvstore.gc import usage
 from kvstore.keys import pack_tokens
 from kvstore_mlx.forms import Form
-from kvstore_mlx.housekeeping import Housekeeping, Refusal
+from kvstore_mlx.housekeeping import Housekeeping
+from kvstore_mlx.jobs import Boundary, Job
 from kvstore_mlx.recording import Recording
-from kvstore_mlx.writer import Boundary, Job, Writer
+from kvstore_mlx.refusals import Refusal
+from kvstore_mlx.writer import Writer
 
 BIG = (TensorSpec("0.keys", "F32", 16, (64,)), TensorSpec("0.values", "F32", 16, (64,)))
 CHUNK = INTERVAL * 2 * 16 * 64 * 4

@@ -21,7 +21,8 @@ from kvstore_mlx.buffers import address_phase
 from kvstore_mlx.engine import RecordingBatchGenerator, recording_stream_generate
 from kvstore_mlx.forms import Form, ModelSpace
 from kvstore_mlx.gate import Gate
-from kvstore_mlx.housekeeping import Housekeeping, Refusal
+from kvstore_mlx.housekeeping import Housekeeping
+from kvstore_mlx.refusals import Refusal
 from kvstore_mlx.restoring import Restored
 from kvstore_mlx.spaces import Settings, make_space
 from kvstore_mlx.tier import TieredPromptCache

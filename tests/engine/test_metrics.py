@@ -23,9 +23,10 @@ import kvstore_mlx
 from kvstore import KVStoreError, NamespaceInfo
 from kvstore.stats import read_stats
 from kvstore_mlx.boundaries import Saving
-from kvstore_mlx.housekeeping import Housekeeping, Refusal
+from kvstore_mlx.housekeeping import Housekeeping
 from kvstore_mlx.http import reporting_handler
 from kvstore_mlx.metrics import BUCKETS, Fetched, Histogram, Metrics, Served
+from kvstore_mlx.refusals import Refusal
 from kvstore_mlx.tier import TieredPromptCache
 
 

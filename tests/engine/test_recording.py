@@ -13,9 +13,10 @@ import kvstore_mlx.recording as recording_module
 from kvstore import NamespaceInfo, TensorSpec, UnavailableError
 from kvstore_mlx.forms import Form
 from kvstore_mlx.housekeeping import Housekeeping
+from kvstore_mlx.jobs import Boundary, Job
 from kvstore_mlx.live import Extras
 from kvstore_mlx.recording import Recording
-from kvstore_mlx.writer import Boundary, Job, Writer
+from kvstore_mlx.writer import Writer
 
 
 @pytest.fixture

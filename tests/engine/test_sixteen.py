@@ -29,7 +29,7 @@ import pytest
 from conftest import TINY_LLAMA
 from engine_support import Answer, Server
 
-from kvstore_mlx.housekeeping import Refusal
+from kvstore_mlx.refusals import Refusal
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the server's memory from /proc")
 

@@ -13,8 +13,9 @@ from kvstore.keys import pack_tokens
 from kvstore.states import State, StateTensor
 from kvstore_mlx.forms import Form
 from kvstore_mlx.housekeeping import Housekeeping
+from kvstore_mlx.jobs import Boundary, Job
 from kvstore_mlx.verification import differs
-from kvstore_mlx.writer import Boundary, Job, Writer
+from kvstore_mlx.writer import Writer
 
 TOKENS = list(range(1, 601))
 

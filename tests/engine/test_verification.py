@@ -15,8 +15,9 @@ from kvstore.manifest import decode
 from kvstore.states import State, StateTensor
 from kvstore_mlx.forms import Form
 from kvstore_mlx.housekeeping import Housekeeping
+from kvstore_mlx.jobs import Boundary, Job
 from kvstore_mlx.verification import differs
-from kvstore_mlx.writer import Boundary, Job, Writer
+from kvstore_mlx.writer import Writer
 
 TOKENS = pack_tokens(range(1, 3 * INTERVAL + 1))
 

@@ -29,8 +29,10 @@ from kvstore.keys import pack_tokens
 from kvstore.locks import gc_lock, publish_lock
 from kvstore_mlx import housekeeping as housekeeping_module
 from kvstore_mlx import writer as writer_module
-from kvstore_mlx.housekeeping import Housekeeping, Refusal
-from kvstore_mlx.writer import Job, Writer
+from kvstore_mlx.housekeeping import Housekeeping
+from kvstore_mlx.jobs import Job
+from kvstore_mlx.refusals import Refusal
+from kvstore_mlx.writer import Writer
 
 TOKENS = prompt(64)
 MIB = 1 << 20

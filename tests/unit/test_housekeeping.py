@@ -17,7 +17,8 @@ from kvstore.gc import collect, usage
 from kvstore.keys import pack_tokens
 from kvstore.quotas import write_quota
 from kvstore_mlx import housekeeping
-from kvstore_mlx.housekeeping import Housekeeping, Refusal
+from kvstore_mlx.housekeeping import Housekeeping
+from kvstore_mlx.refusals import Refusal
 
 
 @pytest.fixture
