@@ -189,8 +189,8 @@ class Notes:
 
     def look(self, key: str) -> Answer:
         """Find out, with a mark in the file meanwhile, and remember it."""
-        _looking.add(key)
         try:
+            _looking.add(key)
             self._write(key, {"looking": os.getpid(), "since": self._clock()})
             found = check()
             self._write(key, asdict(found))

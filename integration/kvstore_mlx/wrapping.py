@@ -123,8 +123,8 @@ def settings_of(arguments: argparse.Namespace, cache: CacheArguments) -> Any:
 def replaced(module: ModuleType, **names: Any) -> Iterator[None]:
     """Module attributes replaced for a while."""
     before = {name: getattr(module, name) for name in names}
-    vars(module).update(names)
     try:
+        vars(module).update(names)
         yield
     finally:
         vars(module).update(before)
@@ -146,8 +146,9 @@ def leave(code: int) -> None:
 @contextmanager
 def _arguments(command: str, argv: Sequence[str]) -> Iterator[None]:
     """sys.argv as an engine's main expects it."""
-    before, sys.argv = sys.argv, [f"kvstore {command}", *argv]
+    before = sys.argv
     try:
+        sys.argv = [f"kvstore {command}", *argv]
         yield
     finally:
         sys.argv = before

@@ -89,7 +89,7 @@ class Writer:
         self._pace.share = self._share
         self._monotonic = monotonic
         self._prefill_until = self._steps_until = self._quiet_until = 0.0
-        self._hurried = 0
+        self._hurried: set[object] = set()
         self._max_queued = max_queued
         self._pool = Pool(max_queued, address_phase())
         self.held = Held()
@@ -157,7 +157,7 @@ class Writer:
     def _share(self) -> float:
         """See Pace.share."""
         now = self._monotonic()
-        if self._hurried or now >= max(self._prefill_until, self._steps_until):
+        if self._hurried or self._closing or now >= max(self._prefill_until, self._steps_until):
             return 1.0
         least = BUSY_SHARE
         if now >= self._steps_until:
@@ -193,17 +193,19 @@ class Writer:
     def drain(self, timeout: float) -> bool:
         """Wait until everything queued is written; False when that took longer than timeout seconds."""
         deadline = time.monotonic() + timeout
+        me = object()
         with self._changed:
-            self._hurried += 1
-            self._changed.notify_all()
             try:
+                # In here: an interrupt before the try would leave the writer without rests for good.
+                self._hurried.add(me)
+                self._changed.notify_all()
                 while self._queue or self._busy:
                     left = deadline - time.monotonic()
                     if left <= 0 or not self._changed.wait(left):
                         return False
                 return True
             finally:
-                self._hurried -= 1
+                self._hurried.discard(me)
 
     def close(self, timeout: float) -> bool:
         """Write what is queued, then end the thread; False when timeout seconds were not enough. It then ends after the
@@ -212,7 +214,6 @@ class Writer:
         done = self.drain(timeout)
         left: list[Job] = []
         with self._changed:
-            self._hurried += 1
             self._closing = True
             if not done:
                 self._given_up = True

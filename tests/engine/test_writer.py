@@ -6,11 +6,12 @@ import errno
 import os
 import threading
 import time
-from itertools import count, pairwise
+from itertools import count
 from pathlib import Path
 
 import pytest
 from core_support import SPECS, Memory, open_store, prompt
+from writer_support import MIB, TOKENS, Form, eventually, job_of, rows
 
 from kvstore import (
     FormatVersionError,
@@ -34,17 +35,6 @@ from kvstore_mlx.jobs import Job
 from kvstore_mlx.refusals import Refusal
 from kvstore_mlx.writer import Writer
 
-TOKENS = prompt(64)
-MIB = 1 << 20
-
-
-class Form:
-    """As much of a form as the writer looks at."""
-
-    def __init__(self, namespace) -> None:
-        self.namespace = namespace
-        self.trouble = ""
-
 
 @pytest.fixture
 def store(tmp_path):
@@ -62,34 +52,6 @@ def writer(store):
     made = Writer(Housekeeping(store, 1 << 30), max_queued=8 * MIB)
     yield made
     made.close(10)
-
-
-def rows(spec, first: int, end: int) -> bytes:
-    """Finite numbers that name the head and the token."""
-    return b"".join(
-        bytes([head * 7 + token % 50]) * spec.row_bytes for head in range(spec.outer) for token in range(first, end)
-    )
-
-
-def job_of(writer, form, *borders, on_failure=lambda: None) -> Job:
-    """Spans between borders, copied into the writer's memory."""
-    items, loans = [], {}
-    for first, end in pairwise(borders):
-        loans[first] = writer.lend(sum(spec.span_bytes(end - first) for spec in SPECS))
-        parts = []
-        for spec in SPECS:
-            parts.append(loans[first].take(spec.span_bytes(end - first)))
-            parts[-1][:] = rows(spec, first, end)
-        items.append(Span(first, end - first, SPECS, parts))
-    return Job(form, pack_tokens(TOKENS[: borders[-1]]), items, on_failure, loans)
-
-
-def eventually(condition) -> bool:
-    for _ in range(400):
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_what_lies_in_the_writer_s_memory_is_written_and_given_back(writer, form):
@@ -406,69 +368,6 @@ def test_a_close_that_nobody_waits_for_waits_for_no_other_collection(store, form
         assert not writer.close(0)
         assert eventually(lambda: not writer._thread.is_alive())
     assert house.refused == {Refusal.BUSY: 1}
-
-
-class TestPace:
-    """Beside an engine at work the thread takes a small part of its time, unless somebody waits for it."""
-
-    @pytest.fixture
-    def now(self):
-        return [100.0]
-
-    @pytest.fixture
-    def writer(self, store, now):
-        made = Writer(Housekeeping(store, 1 << 30), max_queued=8 * MIB, monotonic=lambda: now[0])
-        yield made
-        made.close(10)
-
-    def test_beside_nothing_it_never_rests(self, writer):
-        assert writer._share() == 1.0
-
-    def test_beside_a_token_and_a_while_after(self, writer, now):
-        writer.stepped()
-        assert writer._share() == writer_module.BUSY_SHARE
-        now[0] += 1.1
-        assert writer._share() == 1.0
-
-    def test_beside_a_prefill_until_the_request_ends(self, writer, now, monkeypatch):
-        writer.prefilling()
-        now[0] += 20
-        assert writer._share() == writer_module.BUSY_SHARE, "a little can wait until the first token is out"
-        monkeypatch.setattr(writer_module, "PREFILL_BYTES", MIB)
-        writer._queued = MIB
-        assert writer._share() == pytest.approx(writer_module.PREFILL_SHARE)
-        writer.stepped()
-        assert writer._share() == writer_module.BUSY_SHARE, "tokens come more often"
-        now[0] += 5
-        assert writer._share() == pytest.approx(writer_module.PREFILL_SHARE)
-        writer._queued = 0
-        writer.idle()
-        assert writer._share() == 1.0
-
-    def test_a_request_that_never_ends_does_not_slow_it_for_ever(self, writer, now):
-        writer.prefilling()
-        now[0] += 31
-        assert writer._share() == 1.0
-
-    @pytest.mark.parametrize(("filled", "least", "most"), [(0.3, 0.0, 0.02), (0.6, 0.2, 0.6), (0.95, 0.8, 1.0)])
-    def test_a_fuller_queue_is_written_faster(self, writer, filled, least, most):
-        writer.stepped()
-        writer._queued = int(filled * 8 * MIB)
-        assert least < writer._share() <= most
-        writer._queued = 0
-
-    def test_who_waits_for_it_does_not_wait_for_its_rests(self, writer, form, monkeypatch):
-        monkeypatch.setattr(writer_module, "BUSY_SHARE", 1e-9)
-        monkeypatch.setattr("kvstore.pacing._WORTH_A_REST_S", 0.0)
-        monkeypatch.setattr("kvstore.pacing._LONGEST_REST_S", 1e9)
-        writer.stepped()
-        writer.offer(job_of(writer, form, 0, 32, 64))
-        time.sleep(0.3)
-        assert writer.queued, "it would take years"
-        started = time.monotonic()
-        assert writer.drain(10)
-        assert time.monotonic() - started < 5
-        assert form.namespace.lookup(TOKENS).count == 64
 
 
 class TestClosed:
