@@ -33,6 +33,7 @@ __all__ = [
     "chunks",
     "common_tokens",
     "find",
+    "has_manifest",
     "has_state",
     "load_manifest",
     "read_manifest",
@@ -199,7 +200,11 @@ def _up_to_state(space: Space, steps: list[Step]) -> list[Step]:
 
 def has_state(space: Space, step: Step) -> bool:
     """Whether a boundary state lies at this node: one stat."""
-    where = step.where.removesuffix("kv") + "state"
+    return has_manifest(space, step.where.removesuffix("kv") + "state")
+
+
+def has_manifest(space: Space, where: str) -> bool:
+    """Whether a manifest is there that this process has not found damaged: one stat. Not where that cannot be told."""
     try:
         mode = space.context.fs.stat(where).st_mode
     except OSError:

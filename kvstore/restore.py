@@ -61,14 +61,14 @@ def read(match: Match, allocate: Allocate, threads: int = THREADS) -> Restored:
 def _read(match: Match, allocate: Allocate, threads: int) -> Restored:
     context = match.space.context
     steps, refs = _refs(match)
-    if steps and not refs:
+    if not steps:
+        return Restored(0, 0, 0)
+    if not refs:
         # An engine that keeps nothing per token: the tokens were compared, and there is nothing more to read.
         tokens = min(match.count, steps[-1].end)
         context.counters.add(restored_tokens=tokens)
         _touch(context, steps)
         return Restored(tokens, 0, max((step.end for step in steps if step.end <= tokens), default=0))
-    if not refs:
-        return Restored(0, 0, 0)
     good, bad = _read_windows(context, steps[0].path, refs, allocate, threads)
     if bad is not None:
         # Remembered, so that the next lookup ends before this node instead of reading into the same damage again.
@@ -107,11 +107,12 @@ def _read_windows(
                 break
             if specs is None:
                 specs = opened[0].specs
+                tokens = refs[-1].first + refs[-1].count
                 asked = False
                 try:
-                    memory = allocate(specs, refs[-1].first + refs[-1].count)
+                    memory = allocate(specs, tokens)
                     asked = True
-                    _check(memory, specs, refs[-1].first + refs[-1].count)
+                    _check(memory, specs, tokens)
                 except Exception as refusal:
                     # The header was not checked yet: a flipped bit in a name gives the engine tensors that it has not.
                     if (error := _fault(opened[0])) is not None:

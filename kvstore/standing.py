@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from stat import S_ISREG
 
 from kvstore.children import exact, names
 from kvstore.commit import node_path
 from kvstore.context import Space
 from kvstore.errors import PublishError
 from kvstore.layout import NAME_KEY_BYTES, Kind
-from kvstore.lookup import chunks
+from kvstore.lookup import chunks, has_manifest
 
 __all__ = ["Standing", "chunk_names", "has_node", "standing"]
 
@@ -59,12 +58,7 @@ def has_node(space: Space, packed: bytes, kind: Kind = "kv") -> bool:
     if not packed:
         return False
     *_, last = chunks(space, packed)
-    path = node_path(space, last, kind)
-    try:
-        mode = space.context.fs.stat(str(path)).st_mode
-    except OSError:
-        return False
-    return S_ISREG(mode) and path not in space.context.damaged
+    return has_manifest(space, str(node_path(space, last, kind)))
 
 
 def _name(key: bytes) -> str:

@@ -39,21 +39,23 @@ def parse(data: bytes) -> Any:
     """The document in UTF-8 bytes; raises ValueError for what is none, is too much, or has a name twice in an object
     (two readers would understand it differently), and RecursionError for what is nested too deep.
     """
-    if not is_plain(data):
-        raise ValueError("more objects, items or digits than any such document has")
-    return _DECODER.decode(str(data, "utf-8"))
+    return _decoded(data, _DECODER)
 
 
 def parse_exact(data: bytes) -> Any:
     """As parse, for what readers in other languages must understand alike. Raises ValueError also for what Python takes
     and others do not: NaN, Infinity, and half of a surrogate pair. A number may be one that no double holds.
     """
-    if not is_plain(data):
-        raise ValueError("more objects, items or digits than any such document has")
-    found = _EXACT_DECODER.decode(str(data, "utf-8"))
+    found = _decoded(data, _EXACT_DECODER)
     if _SURROGATE.search(data) is not None:
         json.dumps(found, ensure_ascii=False).encode()  # Python joins whole pairs, and cannot encode a half.
     return found
+
+
+def _decoded(data: bytes, decoder: json.JSONDecoder) -> Any:
+    if not is_plain(data):
+        raise ValueError("more objects, items or digits than any such document has")
+    return decoder.decode(str(data, "utf-8"))
 
 
 def is_plain(data: bytes) -> bool:
