@@ -31,7 +31,14 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def _fifo(path: Path) -> None:
+def link(path: Path) -> None:
+    """A link to the file in its place."""
+    path.rename(path.with_name("away"))
+    path.symlink_to("away")
+
+
+def fifo(path: Path) -> None:
+    """A pipe in its place."""
     path.unlink()
     os.mkfifo(path)
 
@@ -42,7 +49,7 @@ HARM: dict[str, Callable[[Path], object]] = {
     "long": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
     "empty": lambda path: path.write_bytes(b""),
     "gone": Path.unlink,
-    "fifo": _fifo,
+    "fifo": fifo,
 }
 """What can be wrong with a file that is there, or was."""
 

@@ -12,7 +12,7 @@ import pytest
 from core_support import INFO, files, open_store, restore, span
 from gc_support import TENANT, as_newer, check_valid, publish
 from merge_support import ONE, THREE, TWO, by_end
-from upkeep_support import HARM, assert_restores, flip, grow, invoke, refs
+from upkeep_support import HARM, assert_restores, fifo, flip, grow, invoke, link, refs
 
 from kvstore import FileSystem
 from kvstore.keys import checksum
@@ -174,16 +174,6 @@ def test_a_tokenization_of_the_target_that_cannot_be_read_now_stays(pair, monkey
     report = merge(a.context, b.context)
     assert (report.tokenizations, report.error) == (0, "")
     assert path.read_bytes() == before
-
-
-def link(path: Path) -> None:
-    path.rename(path.with_name("away"))
-    path.symlink_to("away")
-
-
-def fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
 
 
 @pytest.mark.parametrize("instead", [link, fifo])
