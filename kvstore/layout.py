@@ -16,6 +16,7 @@ Pure path arithmetic: nothing here opens, lists or creates.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -37,6 +38,20 @@ _NODE_NAME = re.compile(_NODE.pattern.replace("(", "(?:"))  # asked for each fil
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _STATS = re.compile(r"(?:folded|[a-z0-9_-]{1,40}\.[0-9a-f]{1,32}\.[0-9]{1,10})\.[0-9a-f]{8}\.json")
 _STAMPED = re.compile(r"[0-9a-f]+\.(.+)")
+
+
+def _of_one_folder(name: re.Pattern[str]) -> re.Pattern[str]:
+    """Names, a NUL between two, that all begin with the same two digits, which are its group."""
+    return re.compile(rf"(?=(..)){name.pattern}(?:\0(?=\1){name.pattern})*+")
+
+
+_NODES = _of_one_folder(_NODE_NAME)
+_DIGESTS = _of_one_folder(_DIGEST)
+
+
+def _are_all(pattern: re.Pattern[str], names: Iterable[str], folder: str) -> bool:
+    found = pattern.fullmatch("\0".join(names))
+    return found is not None and found[1] == folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +76,13 @@ class NodeName:
     def is_file_name(name: str) -> bool:
         """Whether a file name is that of a manifest; a fraction of the cost of parse where only that is asked."""
         return _NODE_NAME.fullmatch(name) is not None
+
+    @staticmethod
+    def are_file_names(names: Iterable[str], folder: str) -> bool:
+        """Whether all of some names, at least one, are those of manifests in the fan-out folder of that name: for a
+        scan, which hardly ever finds others, in three quarters of the time that asking for each takes.
+        """
+        return _are_all(_NODES, names, folder)
 
     @staticmethod
     def parse(file_name: str) -> tuple[NodeName, Kind] | None:
@@ -183,6 +205,11 @@ class Layout:
     def is_block_name(name: str) -> bool:
         """Whether a file name is that of a block."""
         return _DIGEST.fullmatch(name) is not None
+
+    @staticmethod
+    def are_block_names(names: Iterable[str], folder: str) -> bool:
+        """Whether all of some names, at least one, are those of blocks in the fan-out folder of that name."""
+        return _are_all(_DIGESTS, names, folder)
 
     @staticmethod
     def is_namespace_id(name: str) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -201,7 +201,7 @@ def tokenizations(layout: Layout, tally: Tally) -> Iterator[HashedFile]:
 def _hashed(above: Path, tally: Tally) -> Iterator[HashedFile]:
     from_hex = bytes.fromhex
     for folder in _fanout(above, tally, links_are_errors=False):
-        ours = _ours(folder, tally, Layout.is_block_name)
+        ours = _ours(folder, tally, Layout.are_block_names, Layout.is_block_name)
         yield from [_new(HashedFile, (from_hex(file[0]), *file[1:])) for file in ours]
 
 
@@ -217,8 +217,9 @@ def nodes(layout: Layout, tally: Tally) -> Iterator[NodeFile]:
             count_foreign(entry, layout.nodes, tally)
             tally.hidden += is_hidden(entry, Layout.is_namespace_id)
             continue
+        head = (namespace,)
         for folder in _fanout(layout.nodes / namespace, tally, links_are_errors=True):
-            yield from [_new(NodeFile, (namespace, *file)) for file in _ours(folder, tally, NodeName.is_file_name)]
+            yield from [_new(NodeFile, head + file) for file in _manifests(folder, tally)]
 
 
 def appeared(layout: Layout, known: Sequence[NodeFile], rest: Callable[[], None] = lambda: None) -> list[NodeFile]:
@@ -234,7 +235,7 @@ def appeared(layout: Layout, known: Sequence[NodeFile], rest: Callable[[], None]
         old = names.get(namespace, set())
         for folder in paced(_fanout(layout.nodes / namespace, Tally(), links_are_errors=True), rest, 1):
             if not old.issuperset(os.listdir(folder)):
-                new = [file for file in _ours(folder, Tally(), NodeName.is_file_name) if file[0] not in old]
+                new = [file for file in _manifests(folder, Tally()) if file[0] not in old]
                 found += [NodeFile(namespace, *file) for file in new]
     return found
 
@@ -256,11 +257,18 @@ def _is_folder(entry: os.DirEntry[str], above: Path, *, links_are_errors: bool =
     return entry.is_dir(follow_symlinks=False)
 
 
-def _ours(folder: Path, tally: Tally, is_ours: Callable[[str], bool]) -> list[File]:
+def _manifests(folder: Path, tally: Tally) -> list[File]:
+    return _ours(folder, tally, NodeName.are_file_names, NodeName.is_file_name)
+
+
+def _ours(
+    folder: Path, tally: Tally, are_ours: Callable[[Iterable[str], str], bool], is_ours: Callable[[str], bool]
+) -> list[File]:
     """The files of a fan-out folder whose names are ours, and of this folder. Anything else is foreign."""
-    start = folder.name
     found = files(folder, tally)
-    ours = [file for file in found if is_ours(file[0]) and file[0].startswith(start)]
+    if are_ours([file[0] for file in found], folder.name):
+        return found
+    ours = [file for file in found if is_ours(file[0]) and file[0].startswith(folder.name)]
     tally.foreign += len(found) - len(ours)
     return ours
 

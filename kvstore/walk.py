@@ -48,12 +48,12 @@ def files(folder: Path, tally: Tally) -> list[File]:
     names with a stat each, because a directory entry, which keeps what it was told, takes a tenth longer.
     """
     found = []
-    total, is_regular, look = 0, stat.S_ISREG, os.stat
+    total, is_regular, look = 0, stat.S_ISREG, os.lstat
     with _opened(folder, tally) as fd:
         for names in _batches(fd, tally.rest):
             for name in names:
                 try:
-                    seen = look(name, dir_fd=fd, follow_symlinks=False)
+                    seen = look(name, dir_fd=fd)
                 except FileNotFoundError:
                     continue
                 if is_regular(seen.st_mode):

@@ -64,6 +64,36 @@ def test_the_quick_check_agrees_with_parsing():
     assert NodeName.is_file_name(f"{NAME}.state")
 
 
+OTHER = NAME.replace("-2048-", "-77-")
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ([f"{NAME}.kv"], True),
+        ([f"{NAME}.kv", f"{OTHER}.state", f"{OTHER}.kv"] * 100, True),
+        ([], False),
+        ([f"{NAME}.kv", ".DS_Store", f"{OTHER}.kv"], False),
+        ([f"{NAME}.kv", f"{OTHER}.KV"], False),
+        ([f"{NAME}.kv", ""], False),
+        # Two names of ours with a line's end between them are one that is not.
+        ([f"{NAME}.kv\n{OTHER}.kv"], False),
+        ([f"{NAME}.kv", f"ff{OTHER[2:]}.kv"], False),
+        ([f"ff{NAME[2:]}.kv", f"ff{OTHER[2:]}.kv"], False),
+    ],
+)
+def test_many_names_are_judged_as_one_is_and_by_the_folder_they_are_of(names, expected):
+    assert NodeName.are_file_names(names, NAME[:2]) == expected
+
+
+def test_many_names_of_blocks_are_judged_by_the_folder_they_are_of():
+    names = ["ab" * 16, "ab" + "0" * 30]
+    assert Layout.are_block_names(names, "ab")
+    assert not Layout.are_block_names(names, "ac")
+    assert not Layout.are_block_names([*names, "ac" * 16], "ab")
+    assert not Layout.are_block_names([*names, "ab" * 15], "ab")
+
+
 def test_all_children_of_a_parent_lie_in_one_folder():
     layout = Layout(Path("/cache"))
     children = [NodeName.of(PARENT, count, KEY, "0" * 18) for count in (1, 2048)]

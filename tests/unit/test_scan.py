@@ -187,14 +187,14 @@ def test_a_link_in_place_of_a_block_folder_is_not_followed(tmp_path):
 def test_a_file_that_vanishes_during_the_scan_is_passed_over(tmp_path, monkeypatch):
     with filled(tmp_path / "s") as store:
         gone = manifests(store.path)[0]
-        real = os.stat
+        real = os.lstat
 
         def vanishing(path, **options):
             if path == gone.name:
                 gone.unlink()
             return real(path, **options)
 
-        monkeypatch.setattr(os, "stat", vanishing)
+        monkeypatch.setattr(os, "lstat", vanishing)
         assert gone.name not in {file.file for file in scan(store.context).nodes}
         assert not gone.exists()
 
