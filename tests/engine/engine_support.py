@@ -49,8 +49,9 @@ class Server:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings in the log but that of the place: tests keep their directories in a temporary folder."""
-        return [line for line in self.log.splitlines() if "WARNING" in line and "is a temporary folder" not in line]
+        """Warnings in the log but that of the place: tests keep directories in temporary folders, or in memory."""
+        found = [line for line in self.log.splitlines() if "WARNING" in line]
+        return [line for line in found if "is a temporary folder" not in line and "is in memory" not in line]
 
     def wait_ready(self) -> Server:
         for _ in polls(READY_S):

@@ -145,11 +145,12 @@ def test_an_interactive_bash_completes_a_directory(program, script, tmp_path):
         stderr=other_end,
         start_new_session=True,
         env=environment(program, TERM="dumb"),
+        cwd=tmp_path,
     )
     os.close(other_end)
     try:
         read_until(terminal, "ready ")
-        os.write(terminal, f"kvstore ls {tmp_path}/conv\t".encode())
+        os.write(terminal, b"kvstore ls ./conv\t")
         told = read_until(terminal, "conversations/")
         assert "conversations/ " not in told, "the next part of the path could not be typed"
     finally:

@@ -97,10 +97,11 @@ def test_dropbox_says_where_its_folder_is(home):
         assert warnings_for("/data/mine/kv") == []
 
 
-def test_temporary_folders(tmp_path, monkeypatch):
+def test_temporary_folders(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(locations, "_mounts", lambda: iter(()))
-    for folder in ("/tmp/kv", "/var/tmp/kv", "/private/var/folders/zz/T/kv", tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", "/scratch/me")
+    for folder in ("/tmp/kv", "/var/tmp/kv", "/private/var/folders/zz/T/kv", "/scratch/me/kv"):
         assert "temporary" in warnings_for(folder)[0]
     assert warnings_for("/opt/tmp/kv") == []
 
