@@ -353,7 +353,7 @@ def test_a_session_that_is_dropped_writes_what_is_queued_and_lets_go(opened, tmp
     }
     with locks[within]:
         del cache
-    eventually(lambda: writers() == before)
+    eventually(lambda: set(writers()) <= set(before))
     assert not writer.queued
     assert writer._pool.resident == 0
     assert staging(tmp_path) == []

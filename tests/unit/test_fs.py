@@ -72,8 +72,10 @@ def syncs(monkeypatch):
 
 def sync_both(fs: FileSystem, folder: Path) -> None:
     fd = fs.create(folder / "file")
-    fs.sync_file(fd)
-    os.close(fd)
+    try:
+        fs.sync_file(fd)
+    finally:
+        os.close(fd)
     fs.sync_dir(folder)
 
 

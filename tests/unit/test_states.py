@@ -325,9 +325,9 @@ def test_a_header_alone_asks_for_no_memory(namespace, store, size):
 
     match = namespace.lookup(TOKENS[:9], trimmable=False)
     assert match.count == 9
-    started = time.perf_counter()
+    before = time.thread_time()
     assert namespace.read_state(match, allocate) is None
-    assert time.perf_counter() - started < 0.5
+    assert time.thread_time() - before < 0.5
     assert namespace.lookup(TOKENS[:9], trimmable=False).count == 0
 
 
