@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from core_support import files
 
@@ -34,14 +35,17 @@ class Disk:
     data: set[int] = field(default_factory=set)
     entries: dict[Path, dict[str, int]] = field(default_factory=dict)
 
-    def settle(self) -> None:
-        """Everything in the folder now is durable."""
-        self.shadow.mkdir(exist_ok=True)
-        for folder, _, names in os.walk(self.root):
+    @classmethod
+    def settled(cls, root: Path, shadow: Path | None = None) -> Self:
+        """On which everything in a folder is durable. shadow: beside it if nowhere else."""
+        disk = cls(root, root.parent / "shadow" if shadow is None else shadow)
+        disk.shadow.mkdir(exist_ok=True)
+        for folder, _, names in os.walk(root):
             for name in names:
-                self.keep(Path(folder) / name)
-                self.data.add((Path(folder) / name).stat().st_ino)
-            self.sync_dir(Path(folder))
+                disk.keep(Path(folder) / name)
+                disk.data.add((Path(folder) / name).stat().st_ino)
+            disk.sync_dir(Path(folder))
+        return disk
 
     def keep(self, path: Path) -> None:
         link = self.shadow / str(path.stat().st_ino)

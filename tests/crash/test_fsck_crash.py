@@ -54,9 +54,7 @@ def prepare(root: Path) -> Path:
 
 
 def repair(root: Path, durability: Durability, limit: int) -> CrashingFileSystem:
-    disk = Disk(root, root.parent / "shadow")
-    disk.settle()
-    fs = CrashingFileSystem(durability, disk=disk, limit=limit)
+    fs = CrashingFileSystem(durability, disk=Disk.settled(root), limit=limit)
     try:
         report = run(root, fs=fs, read_data=True, repair=True)
     except KilledError:

@@ -78,9 +78,7 @@ def prepare(root: Path) -> Path:
 
 def run(root: Path, durability: Durability, limit: int, budget: int) -> CrashingFileSystem:
     """Collect in root with a file system that is killed after limit calls."""
-    disk = Disk(root, root.parent / "shadow")
-    disk.settle()
-    fs = CrashingFileSystem(durability, disk=disk, limit=limit)
+    fs = CrashingFileSystem(durability, disk=Disk.settled(root), limit=limit)
     with ahead(root, LATER) as store:
         context = type(store.context)(
             store.context.layout, fs, store.context.interval, store.context.clock, store.context.writer
@@ -167,8 +165,7 @@ def test_a_collection_can_end_anywhere(folder, durability, record_property):
 def test_the_worst_disk_is_worse_than_the_order_of_a_careless_collector(tmp_path):
     """A control: without the sync between manifests and blocks the test above would fail."""
     root = copy(prepare(tmp_path / "source"), tmp_path / "run")
-    disk = Disk(root, root.parent / "shadow")
-    disk.settle()
+    disk = Disk.settled(root)
     for path in [*manifests(root), *blocks(root)]:
         path.unlink()
     target = disk.survive("all", tmp_path / "after")

@@ -55,9 +55,7 @@ def prepare(root: Path) -> tuple[Path, Path]:
 
 def run(source: Path, root: Path, durability: Durability, limit: int) -> CrashingFileSystem:
     """Merge into root with a file system that is killed after limit calls."""
-    disk = Disk(root, root.parent / "shadow")
-    disk.settle()
-    fs = CrashingFileSystem(durability, disk=disk, limit=limit)
+    fs = CrashingFileSystem(durability, disk=Disk.settled(root), limit=limit)
     one, other = open_store(source, None), open_store(root, None, fs)
     try:
         report = merge(one.context, other.context)

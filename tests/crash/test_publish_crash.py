@@ -98,9 +98,7 @@ def attempt(scenario: Fresh, folder: Path, durability: Durability, limit: int) -
     live = folder / "live"
     live.mkdir(parents=True)
     scenario.prepare(live / "cache")
-    disk = Disk(live, folder / "shadow")
-    disk.settle()
-    fs = CrashingFileSystem(durability, disk=disk, limit=limit)
+    fs = CrashingFileSystem(durability, disk=Disk.settled(live), limit=limit)
     with suppress(KilledError):
         scenario.run(Store.open(live / "cache", interval=16, fs=fs).namespace(INFO))
     return fs
@@ -188,9 +186,7 @@ def begin(root: Path) -> Path:
 
 def work(root: Path, durability: Durability, limit: int) -> CrashingFileSystem:
     """All that an engine saves of a request, by a file system that is killed after limit calls."""
-    disk = Disk(root, root.parent / "shadow")
-    disk.settle()
-    fs = CrashingFileSystem(durability, disk=disk, limit=limit)
+    fs = CrashingFileSystem(durability, disk=Disk.settled(root), limit=limit)
     with suppress(KilledError):
         store = open_store(root, None, fs)
         space = store.namespace(INFO)
@@ -274,8 +270,7 @@ def test_an_error_of_any_call_is_one_of_ours_and_loses_nothing(folder, scenario,
         root = folder / str(limit) / "cache"
         root.parent.mkdir()
         scenario.prepare(root)
-        disk = Disk(root.parent, folder / f"{limit} shadow")
-        disk.settle()
+        disk = Disk.settled(root.parent, folder / f"{limit} shadow")
         fs = FaultyFileSystem(Durability.NONE, disk=disk, limit=limit, code=code, lasting=lasting)
         try:
             failed += fails(scenario, root, fs)
@@ -314,8 +309,7 @@ def test_the_same_store_publishes_again_once_there_is_room(folder, scenario):
         root = folder / str(limit) / "cache"
         root.parent.mkdir()
         scenario.prepare(root)
-        disk = Disk(root.parent, folder / f"{limit} shadow")
-        disk.settle()
+        disk = Disk.settled(root.parent, folder / f"{limit} shadow")
         fs = FaultyFileSystem(Durability.NONE, disk=disk, limit=limit, code=errno.ENOSPC)
         with suppress(KVStoreError), Store.open(root, interval=16, fs=fs) as store:
             space = store.namespace(INFO)

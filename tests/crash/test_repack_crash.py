@@ -47,9 +47,7 @@ def prepare(root: Path) -> Path:
 
 def run(root: Path, durability: Durability, limit: int) -> CrashingFileSystem:
     """Repack in root with a file system that is killed after limit calls."""
-    disk = Disk(root, root.parent / "shadow")
-    disk.settle()
-    fs = CrashingFileSystem(durability, disk=disk, limit=limit)
+    fs = CrashingFileSystem(durability, disk=Disk.settled(root), limit=limit)
     store = open_store(root, None, fs)
     try:
         report = repack(store.context, older_than_ns=0)
@@ -127,9 +125,7 @@ def grown(root: Path) -> Path:
 
 def run_later(root: Path, durability: Durability, limit: int) -> CrashingFileSystem:
     """As run, two days after everything was written: tails go, and then blocks are joined."""
-    disk = Disk(root, root.parent / "shadow")
-    disk.settle()
-    fs = CrashingFileSystem(durability, disk=disk, limit=limit)
+    fs = CrashingFileSystem(durability, disk=Disk.settled(root), limit=limit)
     store = later(root, 2 * DAY, fs)
     try:
         report = repack(store.context)
