@@ -235,7 +235,7 @@ def test_a_copy_while_others_write_holds_what_was_there_before(folder, copier):
     def write() -> None:
         with open_store(source, None) as store:
             seed = 100
-            while not stop.is_set():
+            while not stop.wait(0.002):  # without a rest it would write thousands meanwhile
                 tokens = [*ONE[:16], *prompt(16, seed)]
                 publish(store.namespace(INFO), tokens)
                 written.append(tokens)

@@ -15,7 +15,7 @@ from gc_support import TENANT, state
 from pty_support import plain, run_at
 from upkeep_support import grow, invoke, invoke_json, snapshot
 
-from kvstore import FileSystem, NamespaceInfo
+from kvstore import FileSystem, NamespaceInfo, Span, TensorSpec
 from kvstore.keys import pack_tokens, unpack_tokens
 from kvstore.nearest import MAX_OPENED, MAX_QUICK, MAX_STATS, nearest, nearest_of_all, quickly, saved_spaces
 
@@ -157,8 +157,9 @@ def test_a_quick_look_takes_less_than_a_millisecond(tmp_path):
     space = open_store(tmp_path / "cache", interval=2048).namespace(INFO)
     tokens = prompt(2048)
     for seed in range(100):
-        other = differ_at(tokens, 100, seed + 1)
-        space.publish(other, spans(other, 0, 2048)[:1])
+        space.publish(
+            differ_at(tokens, 100, seed + 1), [Span(0, 2048, (TensorSpec("k", "U8", 1, (1,)),), [bytes(2048)])]
+        )
     match = space.lookup(tokens)
     times = []
     for _ in range(50):
