@@ -19,9 +19,10 @@ from pathlib import Path
 from kvstore import DEFAULT_INTERVAL, NamespaceInfo, Store
 from kvstore.blocks import Span, TensorSpec, block_parts
 from kvstore.context import Space
+from kvstore.directory import MIN_INTERVAL
 from kvstore.keys import block_digest, node_key, pack_tokens, rungs
 from kvstore.layout import FANOUT, NodeName
-from kvstore.manifest import BlockRef, Manifest, encode
+from kvstore.manifest import MAX_INTERVAL, BlockRef, Manifest, encode
 
 _SPEC = TensorSpec("k", "U8", 1, (1,))
 _VOCABULARY = 100_000
@@ -91,10 +92,12 @@ def main() -> None:
     parser.add_argument("--age", type=int, default=7 * 86400, help="seconds since the oldest use (default a week)")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     options = parser.parse_args()
-    if options.nodes < 1 or options.depth < 1 or options.interval < 16 or options.age < 0:
-        parser.error("nodes, depth and age must be positive, and the interval at least 16")
-    if options.directory.exists() and any(options.directory.iterdir()):
-        parser.error(f"{options.directory} is not empty; name a new folder")
+    if options.nodes < 1 or options.depth < 1 or options.age < 0:
+        parser.error("nodes and depth must be positive, and the age not negative")
+    if not MIN_INTERVAL <= options.interval <= MAX_INTERVAL:
+        parser.error(f"the interval must be from {MIN_INTERVAL} to {MAX_INTERVAL}")
+    if options.directory.exists() and (not options.directory.is_dir() or any(options.directory.iterdir())):
+        parser.error(f"{options.directory} is not an empty folder; name a new one")
     make(options.directory, options.nodes, options.depth, options.interval, options.age, quiet=options.quiet)
 
 
