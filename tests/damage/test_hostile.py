@@ -323,6 +323,7 @@ STATE_LIES: dict[str, bytes | str | dict] = {
     "an empty tensor among the others": state(s={**STATE["s"], "shape": [0]}),
     "a tensor without data that has a size": state({"empty": '[["e","U8",[1099511627775]]]'}),
     "a hole": state(s={**STATE["s"], "data_offsets": [1, 65]}),
+    "bytes behind the last tensor": state(s={"dtype": "U8", "shape": [32], "data_offsets": [0, 32]}),
     "no metadata": {"s": STATE["s"]},
     "metadata of other tokens": state({"first": "16"}),
     "metadata of more tokens": state({"count": "17"}),

@@ -292,6 +292,19 @@ def test_descriptors_are_closed_whatever_happens(space):
     assert (highest_free(), len(os.listdir("/dev/fd"))) == before
 
 
+def test_descriptors_of_blocks_with_other_tensors_are_closed(space):
+    """Looked at beside those before it, and once more when they were read."""
+    space.publish(TOKENS, spans(TOKENS, 0, 16))
+    first = block_of(space, TOKENS, 0)
+    data = first.read_bytes()
+    first.write_bytes(bytes(len(data)))  # A publish that cannot see what is before it does not refuse it.
+    space.publish(TOKENS, [Span(16, 16, SPECS[:1], kv(TOKENS, 16, 32, SPECS[:1]))])
+    first.write_bytes(data)
+    before = highest_free(), len(os.listdir("/dev/fd"))
+    assert restore(space, TOKENS).tokens == 16
+    assert (highest_free(), len(os.listdir("/dev/fd"))) == before
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_descriptors_are_closed_when_opening_is_interrupted(space, monkeypatch, error):
     space.publish(TOKENS, spans(TOKENS, 0, 16, 32, 40))

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import shutil
+import time
 
 import pytest
 from upkeep_support import fifo, link
@@ -157,6 +158,19 @@ def test_what_is_larger_than_ours_may_be_a_newer_version_s_and_stays(store):
     cache.put(REQUEST, TOKENS)
     assert path.stat().st_size == MAX_ENTRY_BYTES + 1
     assert store.counters.damaged == 0
+
+
+@pytest.mark.parametrize(("minutes", "touched"), [(59, False), (61, True)])
+def test_a_use_is_noted_once_an_hour(store, minutes, touched):
+    """Nothing else keeps what is used from being trimmed as the oldest."""
+    cache = store.tokenizations(b"s")
+    cache.put(REQUEST, TOKENS)
+    (path,) = files(store)
+    now = time.time_ns()
+    used = now - minutes * 60 * 10**9
+    os.utime(path, ns=(used, used))
+    assert cache.get(REQUEST) == TOKENS
+    assert path.stat().st_mtime_ns >= now if touched else path.stat().st_mtime_ns == used
 
 
 def test_a_truncated_entry_is_a_miss(store):

@@ -5,6 +5,7 @@ A repair ends it, and a second check is satisfied.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -152,6 +153,9 @@ CASES = {
     "block longer": Case("block-damaged", lambda root: truncate(block(root, node(root, LONG)), 5000)),
     "block with a header of nothing": Case("block-damaged", lambda root: unusable(root, [1, 2, 3])),
     "block with a header that is no JSON": Case("block-damaged", lambda root: unusable(root, b"{" * 50_000)),
+    "block with a header that only Python reads": Case(
+        "block-damaged", lambda root: unusable(root, b" " + json.dumps(tensors((0, 80))).encode())
+    ),
     "block with a hole": Case("block-damaged", lambda root: unusable(root, tensors((0, 16), (32, 80)))),
     "block with an overlap": Case("block-damaged", lambda root: unusable(root, tensors((0, 48), (32, 80)))),
     "block with more than its tensors": Case("block-damaged", lambda root: unusable(root, tensors((0, 16), (16, 32)))),

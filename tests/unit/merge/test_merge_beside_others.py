@@ -11,6 +11,7 @@ import tracemalloc
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 from core_support import FAST, INFO, open_store, prompt
 from gc_support import DAY, HOUR, TENANT, check_valid, manifests, publish
 from merge_support import ONE, THREE, TWO, by_end
@@ -96,6 +97,39 @@ def test_a_description_that_vanishes_meanwhile_is_skipped(pair):
     with open_store(a.path, None, fs) as source:
         report = merge(source.context, b.context)
     assert (report.namespaces, report.skipped, report.damaged, report.error) == (0, 1, 0, "")
+
+
+def test_a_tokenization_that_vanishes_meanwhile_is_skipped(pair):
+    a, b = pair
+    (path,) = (path for path in a.context.layout.tokens.rglob("*") if path.is_file())
+    with open_store(a.path, None, Hooked(call="open_fd", part=path.name, hook=path.unlink)) as source:
+        report = merge(source.context, b.context)
+    assert (report.tokenizations, report.skipped, report.damaged, report.error) == (0, 1, 0, "")
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_tokenization_that_both_have_was_used_when_it_last_was_in_either(pair, dry_run):
+    a, b = pair
+    b.tokenizations(b"scope").put(b"request", bytes(8))
+    ours, theirs = (next(each.context.layout.tokens.rglob("*/*")) for each in pair)
+    now = time.time_ns()
+    for here, there in ((now - DAY, now - HOUR), (now - HOUR, now - DAY)):
+        os.utime(ours, ns=(here, here))
+        os.utime(theirs, ns=(there, there))
+        merge(a.context, b.context, dry_run=dry_run)
+        assert theirs.stat().st_mtime_ns == (there if dry_run else max(here, there))
+
+
+def test_a_full_disk_ends_it_at_a_small_file_as_well(pair, monkeypatch):
+    a, b = pair
+
+    def full(*_args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("kvstore.small_files.put_file", full)
+    report = merge(a.context, b.context)
+    assert (report.nodes, report.tokenizations, report.namespaces, report.damaged) == (4, 0, 0, 0)
+    assert "the disk is full" in report.error
 
 
 def test_a_parent_that_the_targets_collector_removes_meanwhile_is_noticed_under_the_lock(pair):

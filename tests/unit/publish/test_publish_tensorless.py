@@ -6,8 +6,11 @@ span with tensors after one without made a manifest that no reader accepts.
 
 from __future__ import annotations
 
+import os
+import time
+
 import pytest
-from core_support import INFO, node_files, open_store, prompt, restore, span, spans
+from core_support import INFO, Memory, node_files, open_store, prompt, restore, span, spans
 from format_support import Forged
 
 from kvstore import MissingParentError, PublishError, Span
@@ -126,7 +129,22 @@ def test_a_tail_without_blocks_behind_blocks_is_a_hole_too(tmp_path):
                 assert restore(fresh.namespace(INFO), asked).tokens == 128
 
 
-def test_a_restore_compares_the_tokens_and_reads_nothing(space):
+def test_a_use_is_counted_and_noted_like_any_other_s(tmp_path):
+    """Its age is all that eviction goes by."""
+    with open_store(tmp_path / "wide", interval=128) as store:
+        space, tokens = store.namespace(INFO), prompt(256)
+        space.publish(tokens, [nothing(0, 128), nothing(128, 228)])
+        old = time.time_ns() - 2 * 3600 * 10**9
+        paths = node_files(store.path)
+        for path in paths:
+            os.utime(path, ns=(old, old))
+        restored = space.read(space.lookup(tokens[:200]), Memory())
+        assert (restored.tokens, restored.size, restored.border) == (200, 0, 128)
+        assert store.counters.restored_tokens == 200
+        assert [path for path in paths if path.stat().st_mtime_ns == old] == []
+
+
+def test_a_restore_reads_nothing(space):
     space.publish(TOKENS, [nothing(0, 16), nothing(16, 32), nothing(32, 40)])
 
     def allocate(_specs, _tokens):

@@ -36,6 +36,25 @@ def test_a_damaged_block_leaves_its_node_alone(cold, how, which):
     assert not any((cold.path / "tmp").rglob("[0-9a-f]"))
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.EIO, "Input/output error"), "cannot be read: Input/output error"),
+        (EOFError("cut off"), "cut off"),
+    ],
+)
+def test_blocks_that_cannot_be_read_to_their_end_leave_their_nodes_alone(cold, monkeypatch, error, said):
+    def failing(*_):
+        raise error
+
+    before = snapshot(cold.path)
+    monkeypatch.setattr("kvstore.joining.preadv_full", failing)
+    report = repack(cold.context)
+    assert (report.nodes, report.damaged, report.error) == (0, 3, "")
+    assert [sentence for sentence in report.problems if said not in sentence] == []
+    assert snapshot(cold.path) == before
+
+
 def test_blocks_with_other_tensors_are_not_joined(tmp_path):
     with open_store(tmp_path) as store:
         space = store.namespace(INFO)
