@@ -84,6 +84,18 @@ def test_a_namespace_over_its_quota_loses_its_oldest_and_no_other_one_anything(s
     assert again.freed_bytes == 0
 
 
+def test_tails_that_cost_nothing_go_first_here_as_well(tmp_path):
+    with open_store(tmp_path / "s", 128) as store:
+        space, old, new = space_of(store), prompt(100, 1), prompt(100, 2)
+        publish(space, old, 0, 100)
+        publish(space, new, 0, 70, 100)
+        for tokens, age in ((old, 5000), (new[:70], 1001), (new, 1000)):
+            set_used(store, space, tokens, age)
+        write_quota(store.context, INFO.id, taken(store, INFO) - 1)
+        assert gc(store.path).nodes == 1
+        assert [restore(space, tokens).tokens for tokens in (old, new)] == [100, 100]
+
+
 def test_a_quota_that_is_not_reached_changes_nothing(shared):
     with open_store(shared) as store:
         write_quota(store.context, INFO.id, taken(store, INFO))
