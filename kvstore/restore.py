@@ -312,7 +312,7 @@ def _note_damaged(context: Context, ref: BlockRef) -> Path:
 
 
 def _warn(text: str) -> None:
-    log.warning("%s", text)
+    log.warning("kvstore: %s", text)
 
 
 def _touch(context: Context, steps: list[Step]) -> None:

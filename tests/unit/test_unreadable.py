@@ -122,7 +122,7 @@ def test_a_block_that_cannot_be_read_ends_a_restore_and_nothing_else(store, spac
     assert store.counters.damaged == 0
     assert store.counters.missing == (code not in (errno.EMFILE, errno.ENFILE))
     assert [record.message for record in caplog.records] == [
-        f"block {third} cannot be read now ({os.strerror(code)}); computing from token 32"
+        f"kvstore: block {third} cannot be read now ({os.strerror(code)}); computing from token 32"
     ]
     assert restore(space, TOKENS).tokens == 48
 
