@@ -97,10 +97,11 @@ def advice(error: OSError, file: str = "") -> str:
         errno.ENOSPC: "the disk is full; free some space or lower the budget",
         errno.EDQUOT: "your disk quota is used up; free some space or lower the budget",
         errno.EROFS: "it is on a read-only file system; choose another directory",
-        errno.EACCES: "permission denied; choose a directory you may write to",
-        errno.EPERM: "permission denied; choose a directory you may write to",
+        errno.EACCES: f"{file}permission denied; check who owns it, or choose another directory",
+        errno.EPERM: f"{file}permission denied; check who owns it, or choose another directory",
         errno.ENOENT: "the directory or its parent does not exist; create it or check that its volume is mounted",
         errno.ENOTDIR: "a part of the path is a file; choose another directory",
+        errno.ENAMETOOLONG: "the path is too long; choose a shorter one",
         errno.ELOOP: f"{file}a symbolic link where a file should be; move it away",
         errno.EISDIR: f"{file}a folder where a file should be; move it away",
         errno.EINVAL: f"{file}{error.strerror}; move it away" if file else f"{error.strerror}; check the disk",
@@ -119,6 +120,8 @@ def read_config(fs: FileSystem, layout: Layout) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except NotADirectoryError:
+        if not os.path.lexists(layout.root):
+            raise  # A part of the path before it is a file.
         raise NotACacheDirectoryError(f"{layout.root} is a file; name a directory") from None
     try:
         config = parse(data)

@@ -113,6 +113,6 @@ def _lines(report: ClearReport) -> Iterator[str]:
     yield f"{would} {_what(report)}: {format_size(report.freed_bytes)}."
     yield f"The directory {'would take' if report.dry_run else 'takes'} {format_size(report.after_bytes)}."
     if report.skipped:
-        yield f"{counted(report.skipped, 'file')} stay: used meanwhile, or needed by what stays."
+        yield f"Used meanwhile, or needed by what stays, so left: {counted(report.skipped, 'file')}."
     if report.failed:
         yield f"{counted(report.failed, 'file')} could not be deleted; check who owns them."

@@ -39,7 +39,7 @@ ToldStage: TypeAlias = Callable[[str, int, int], None]
 
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
 PrefixOption = Annotated[
-    str | None, typer.Option("--namespace", metavar="PREFIX", help="Only namespaces whose id begins with this.")
+    str | None, typer.Option("--namespace", metavar="ID", help="Only namespaces whose id begins with this.")
 ]
 
 

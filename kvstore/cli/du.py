@@ -66,8 +66,9 @@ def du(directory: DirectoryArgument = None, as_json: JsonOption = False) -> None
         if found.damaged:
             console.print(
                 f"{counted(found.damaged, 'manifest')} cannot be read, so its blocks count as unreferenced; "
-                "`kvstore fsck` says which.",
+                "`kvstore fsck` names each.",
                 highlight=False,
+                soft_wrap=True,
             )
 
 

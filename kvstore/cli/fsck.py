@@ -21,7 +21,18 @@ from typing import Annotated, Any
 
 import typer
 
-from kvstore.cli.app import Command, DirectoryArgument, JsonOption, app, console, opened, output, print_json, writing
+from kvstore.cli.app import (
+    Command,
+    DirectoryArgument,
+    JsonOption,
+    app,
+    console,
+    counted,
+    opened,
+    output,
+    print_json,
+    writing,
+)
 from kvstore.cli.common import stages, warn
 from kvstore.fsck import ExitCode, Finding, Report, check
 from kvstore.locations import warnings_for
@@ -113,27 +124,28 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"… and {len(ordered) - _SHOWN:,} more; --json has them all."
     counts = report.counts
     yield (
-        f"Checked {counts.manifests:,} manifests, {counts.states:,} boundary states and {counts.blocks:,} blocks "
-        f"({format_size(counts.block_bytes)}) in {report.seconds:.1f} s."
+        f"Checked {counted(counts.manifests, 'manifest')}, {counted(counts.states, 'boundary state')} and "
+        f"{counted(counts.blocks, 'block')} ({format_size(counts.block_bytes)}) in {report.seconds:.1f} s."
     )
     if report.read_data:
         earlier = f", {counts.resumed:,} more in an earlier run" if counts.resumed else ""
-        yield f"Read {counts.verified:,} blocks ({format_size(counts.verified_bytes)}){earlier}."
+        yield f"Read {counted(counts.verified, 'block')} ({format_size(counts.verified_bytes)}){earlier}."
     if counts.waiting:
-        yield f"{counts.waiting:,} young blocks ({format_size(counts.waiting_bytes)}) are not named by a manifest yet."
+        young = counted(counts.waiting, "young block")
+        yield f"Not named by a manifest yet: {young} ({format_size(counts.waiting_bytes)})."
     if counts.quarantined:
-        yield f"{counts.quarantined:,} files ({format_size(counts.quarantined_bytes)}) were in quarantine before."
+        yield f"In quarantine before: {counted(counts.quarantined, 'file')} ({format_size(counts.quarantined_bytes)})."
     if counts.foreign:
-        yield f"{counts.foreign:,} files that are not kvstore's were left alone."
+        yield f"Not kvstore's, so left alone: {counted(counts.foreign, 'file')}."
     left = report.errors - report.corrected
     if report.error:
         yield "The check was not completed."
     if not report.errors:
         yield "No errors so far." if report.error else "No errors."
     elif report.repair:
-        yield f"{report.errors:,} errors, {report.corrected:,} of them corrected and {left:,} left."
+        yield f"{counted(report.errors, 'error')}: {report.corrected:,} corrected, {left:,} left."
     else:
-        yield f"{report.errors:,} errors; --repair sets aside what is damaged."
+        yield f"{counted(report.errors, 'error')}; --repair sets aside what is damaged."
 
 
 def _line(finding: Finding) -> str:

@@ -104,7 +104,7 @@ def _lines(report: MergeReport, target: Path) -> Iterator[str]:
     size = f", {counted(report.blocks, 'block')} of {format_size(report.copied_bytes)}" if report.blocks else ""
     yield f"{would} {', '.join(parts) or 'nothing'}{size} into {target}."
     if report.there:
-        yield f"{counted(report.there, 'manifest')} were there already."
+        yield f"There already: {counted(report.there, 'manifest')}."
     if report.damaged:
         yield f"{counted(report.damaged, 'damaged file')} left out."
     if report.newer:

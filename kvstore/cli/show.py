@@ -158,7 +158,10 @@ def _print(found: Prefix) -> None:
     output().print(_table(found))
     if not found.complete:
         console.print(
-            "This prefix cannot be restored as a whole: something on the way is missing or damaged.", highlight=False
+            "This prefix cannot be restored as a whole: something on the way is missing or damaged; "
+            "`kvstore fsck --read-data` names it.",
+            highlight=False,
+            soft_wrap=True,
         )
 
 

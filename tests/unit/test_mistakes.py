@@ -44,6 +44,7 @@ MISTAKES = [
     ("merge s s", 1, "are the same directory; name two"),
     ("merge nowhere s", 1, "there is no {}/nowhere"),
     ("merge s file", 1, "is a file; name a directory"),
+    ("merge s file/below", 1, "{}/file/below: a part of the path is a file; choose another directory"),
     ("merge", 2, "missing argument"),
     # sizes, ages, numbers
     ("gc s --size 20GG", 2, "'20GG' is not a size; write it like 20GiB, 500MB or 1048576"),
@@ -99,7 +100,7 @@ MISTAKES = [
     ("why s --tokens binary", 1, "binary is not UTF-8 text"),
     ("why s --prompt words.txt --model folder", 1, "there is no folder/tokenizer.json; name the folder of the model"),
     # servers
-    ("top http://127.0.0.1:1 --once", 1, "no server answers at http://127.0.0.1:1/health: Connection refused"),
+    ("top http://127.0.0.1:1 --once", 1, "no server answers at http://127.0.0.1:1/health: Connection refused; start `kvstore serve`"),
     ("top 99999 --once", 2, "'99999' is no address of a server; write it like http://127.0.0.1:8080"),
     ("top http:// --once", 2, "'http://' is no address of a server"),
     ("top http://[::1 --once", 2, "'http://[::1' is no address of a server"),

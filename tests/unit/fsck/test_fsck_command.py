@@ -84,8 +84,15 @@ def test_sentences(root):
     assert "Read 9 blocks" in result.stdout
     result = fsck(root, "--read-data", "--repair")
     assert "set aside as quarantine/" in result.stdout
-    assert "3 errors, 3 of them corrected and 0 left." in result.stdout
+    assert "3 errors: 3 corrected, 0 left." in result.stdout
     assert "3 files" in fsck(root).stdout, "what is in quarantine is mentioned"
+
+
+def test_one_is_said_as_one(root):
+    flip(node(root, LONG))
+    assert "1 error; --repair sets aside what is damaged." in fsck(root).stdout
+    assert "1 error: 1 corrected, 0 left." in fsck(root, "--repair").stdout
+    assert "In quarantine before: 1 file (" in fsck(root).stdout
 
 
 def test_many_findings_are_cut_for_people_and_whole_for_programs(root):
