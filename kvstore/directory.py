@@ -30,6 +30,8 @@ __all__ = [
     "DEFAULT_INTERVAL",
     "advice",
     "check_free",
+    "check_interval",
+    "check_same",
     "complete",
     "fill",
     "interval_of",
@@ -152,6 +154,26 @@ def interval_of(layout: Layout, config: dict[str, Any]) -> int:
     if type(interval) is not int or not MIN_INTERVAL <= interval <= MAX_INTERVAL:
         raise NotACacheDirectoryError(f"{layout.config} has no usable interval; restore it from a copy")
     return interval
+
+
+def check_same(context: Context) -> None:
+    """Raise KVStoreError unless what lies there now has the format and the interval of what was opened; OSError when
+    that cannot be told. For small files that are written without a publish, which looks more closely (kvstore.renewal).
+    """
+    config = read_config(context.fs, context.layout)
+    if config is None:
+        raise NotACacheDirectoryError(f"{context.layout.root} is no cache directory any more; check the path")
+    check_interval(context, config)
+
+
+def check_interval(context: Context, config: dict[str, Any]) -> None:
+    """Raise KVStoreError unless the kvstore.json of what lies there now fits what was opened."""
+    found = interval_of(context.layout, config)
+    if found != context.interval:
+        raise IntervalMismatchError(
+            f"{context.layout.root} is another directory now, with an interval of {found} tokens instead of "
+            f"{context.interval}; restart to use it"
+        )
 
 
 def check_free(layout: Layout, create: bool) -> None:

@@ -17,8 +17,7 @@ import threading
 from typing import TypeAlias
 
 from kvstore.context import Context
-from kvstore.directory import check_free, complete, fill, interval_of, read_config
-from kvstore.errors import IntervalMismatchError
+from kvstore.directory import check_free, check_interval, complete, fill, read_config
 from kvstore.forks import renew_in_forks
 
 __all__ = ["Renewal"]
@@ -75,7 +74,7 @@ class Renewal:
         if not root.is_dir() or not self._is_mounted():
             return False
         check_free(context.layout, create=True)
-        self._accept(interval_of(context.layout, fill(context.fs, context.layout, context.interval, context.clock)))
+        check_interval(context, fill(context.fs, context.layout, context.interval, context.clock))
         self._known = self._identity()
         log.warning("kvstore: %s was emptied while in use; it was set up anew", root)
         return True
@@ -86,7 +85,7 @@ class Renewal:
         config = read_config(context.fs, context.layout)
         if config is None:
             return False
-        self._accept(interval_of(context.layout, config))
+        check_interval(context, config)
         lost = not all(folder.is_dir() for folder in context.layout.folders)
         if lost:
             complete(context.fs, context.layout)
@@ -94,13 +93,6 @@ class Renewal:
         other = self._known is not None and now != self._known
         self._known = now
         return lost or other
-
-    def _accept(self, interval: int) -> None:
-        if interval != self._context.interval:
-            raise IntervalMismatchError(
-                f"{self._context.layout.root} is another directory now, with an interval of {interval} tokens instead "
-                f"of {self._context.interval}; restart to use it"
-            )
 
     def _is_mounted(self) -> bool:
         """Whether a volume is mounted where the one was on which the directory was opened, or below."""

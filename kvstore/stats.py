@@ -21,6 +21,7 @@ from typing import Any
 
 from kvstore.commit import put_file
 from kvstore.context import Context, Owner, this_process
+from kvstore.directory import check_same
 from kvstore.errors import KVStoreError
 from kvstore.forks import renew_in_forks
 from kvstore.fs import Durability
@@ -145,6 +146,7 @@ class StatsFile:
                 row = Row(self._began, self._context.clock() // 10**9, dict(self._counts))
                 self._changed = False
             try:
+                check_same(self._context)
                 put_file(self._durable if durable else self._context, self.path, [_encode({self._writer: row})])
             except (OSError, KVStoreError):
                 with self._lock:

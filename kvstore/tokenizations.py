@@ -17,6 +17,7 @@ from pathlib import Path
 
 from kvstore.commit import put_file
 from kvstore.context import Context
+from kvstore.directory import check_same
 from kvstore.fs import is_damage
 from kvstore.keys import TOKEN_BYTES, checksum, request_key
 from kvstore.manifest import newer_format
@@ -75,8 +76,11 @@ class Tokenizations:
         self._context.damaged.add(path)
 
     def put(self, request: bytes, tokens: bytes) -> None:
-        """Save the packed tokens of a request. Raises OSError; the caller counts it and goes on."""
+        """Save the packed tokens of a request. Raises OSError, and KVStoreError where another directory lies there now;
+        the caller goes on.
+        """
         context = self._context
+        check_same(context)
         key = request_key(self._scope, request)
         path = self._path(key)
         if len(tokens) > MAX_TOKENS * TOKEN_BYTES:

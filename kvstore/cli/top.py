@@ -133,10 +133,8 @@ def _get(url: str) -> str:
         raise KVStoreError(f"{url}: {reason}") from error
     except (OSError, ValueError) as error:
         why = getattr(error, "reason", None) or error
-        reason = getattr(why, "strerror", None) or why
-        raise KVStoreError(
-            f"no server answers at {url}: {reason}; start `kvstore serve`, or name its address"
-        ) from error
+        said = getattr(why, "strerror", None) or why
+        raise KVStoreError(f"no server answers at {url}: {said}; start `kvstore serve`, or name its address") from error
 
 
 def _watch(address: str, first: Look, every: float) -> None:

@@ -13,10 +13,19 @@ import threading
 import pytest
 from stress_support import examine, staged
 
-from kvstore import FormatVersionError, IntervalMismatchError, NamespaceInfo, NotACacheDirectoryError, Store
+from kvstore import (
+    FormatVersionError,
+    IntervalMismatchError,
+    KVStoreError,
+    NamespaceInfo,
+    NotACacheDirectoryError,
+    Store,
+    pack_tokens,
+)
 from kvstore.commit import make_folders
 from kvstore.errors import UnavailableError
 from kvstore.fs import FileSystem
+from kvstore.stats import StatsFile
 from kvstore.testing.oracle import Memory, Oracle, random_tokens
 
 INTERVAL = 32
@@ -100,6 +109,43 @@ def test_nothing_is_made_among_other_files(store):
     with pytest.raises(NotACacheDirectoryError, match=r"thesis\.tex"):
         publish(store)
     assert os.listdir(store.path) == ["thesis.tex"]
+
+
+def a_folder_of_something_else(root):
+    empty(root)
+    (root / "tmp").mkdir()
+    (root / "thesis.tex").write_text("mine")
+
+
+def a_newer_format(root):
+    (root / "kvstore.json").write_text(json.dumps({"format": 2, "interval": INTERVAL}))
+
+
+def another_interval(root):
+    (root / "kvstore.json").write_text(json.dumps({"format": 1, "interval": 2 * INTERVAL}))
+
+
+def a_damaged_configuration(root):
+    (root / "kvstore.json").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    "exchange", [a_folder_of_something_else, a_newer_format, another_interval, a_damaged_configuration]
+)
+def test_counters_and_tokenizations_are_not_put_into_what_does_not_fit(store, exchange):
+    """They are written without a publish, which would have looked."""
+    counters, entries = StatsFile(store.context), store.tokenizations(b"scope")
+    counters.add(requests=1)
+    exchange(store.path)
+    before = tree(store.path)
+    assert not counters.flush()
+    with pytest.raises(KVStoreError):
+        entries.put(b"request", pack_tokens(TOKENS))
+    assert tree(store.path) == before
+
+
+def tree(root):
+    return sorted(path.relative_to(root) for path in root.rglob("*"))
 
 
 def test_folders_that_were_removed_are_made_anew(store, caplog):

@@ -11,7 +11,7 @@ import time
 import pytest
 from upkeep_support import fifo, link
 
-from kvstore import FileSystem, Store, pack_tokens
+from kvstore import FileSystem, NotACacheDirectoryError, Store, pack_tokens
 from kvstore.keys import checksum
 from kvstore.tokenizations import MAX_ENTRY_BYTES
 
@@ -205,7 +205,7 @@ def test_nothing_is_made_where_no_directory_is(store):
     shutil.rmtree(store.path)
     for folder in (store.path, store.path / "objects"):
         folder.mkdir()
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(NotACacheDirectoryError):
             store.tokenizations(b"s").put(REQUEST, TOKENS)
         assert not any(folder.iterdir())
 
