@@ -152,7 +152,9 @@ def interval_of(layout: Layout, config: dict[str, Any]) -> int:
         )
     interval = config.get("interval")
     if type(interval) is not int or not MIN_INTERVAL <= interval <= MAX_INTERVAL:
-        raise NotACacheDirectoryError(f"{layout.config} has no usable interval; restore it from a copy")
+        raise NotACacheDirectoryError(
+            f"{layout.config} has no usable interval; restore it from a copy, or move the directory away and start anew"
+        )
     return interval
 
 

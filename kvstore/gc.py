@@ -41,6 +41,7 @@ from operator import attrgetter
 from typing import TypeAlias
 
 from kvstore.context import Context, this_process
+from kvstore.directory import advice
 from kvstore.errors import KVStoreError
 from kvstore.eviction import GRACE_NS, PROTECT_NS, Plan, Policy, choose, clock_was_ahead, is_protected, young
 from kvstore.locks import gc_lock
@@ -145,7 +146,7 @@ def collect(
 def _sentence(error: Exception) -> str:
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        return f"stopped, because {where}{error.strerror or error}"
+        return f"stopped, because {where}{advice(error)}"
     return f"stopped, because {error}"
 
 

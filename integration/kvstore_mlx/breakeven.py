@@ -77,7 +77,7 @@ class _Costs(NamedTuple):
         """What a restore takes, in words."""
         if self.one_size:
             return f"{self.fixed * 1e3:.1f} ms for {format_size(self.fixed / self.byte)}"
-        return f"{self.fixed * 1e3:.1f} ms and " + (f"{1e-9 / self.byte:.2f} GB/s" if self.byte else "at once")
+        return f"{self.fixed * 1e3:.1f} ms and " + (f"{format_size(1 / self.byte)}/s" if self.byte else "at once")
 
 
 class BreakEven:

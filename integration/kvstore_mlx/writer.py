@@ -344,7 +344,8 @@ class Writer:
                 published = job.form.namespace.publish_state(tokens, item.state)
         new = item.count if isinstance(item, Span) and published.nodes else 0
         self._housekeeping.wrote(published.written, new)
-        self.trouble = ""
+        if published.written:  # What is there already says nothing about a disk that is full.
+            self.trouble = ""
         if job.on_written is not None:
             job.on_written(new, published.written, time.perf_counter() - started)
         kind = type(item)

@@ -57,7 +57,9 @@ def stats(directory: DirectoryArgument = None, as_json: JsonOption = False) -> N
             output().print(_ages(by_age))
         if found.unreadable:
             damaged = counted(found.unreadable, "file of counters", "files of counters")
-            console.print(f"Left out: {damaged} that cannot be read; `kvstore fsck` names each.", highlight=False, soft_wrap=True)
+            console.print(
+                f"Left out: {damaged} that cannot be read; `kvstore fsck` names each.", highlight=False, soft_wrap=True
+            )
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class TestWhatIsSaid:
             teach(gate, token_s=1e-3, byte_s=1e-7, fixed_s=fixed_s)
             gate.worth_saving(1000)
             assert len(lines()) == said, fixed_s
-        assert lines()[0].startswith("kvstore: my-model: prefill 1000 tokens/s, restore 500.0 ms and 0.01 GB/s")
+        assert lines()[0].startswith("kvstore: my-model: prefill 1000 tokens/s, restore 500.0 ms and 9.5 MiB/s")
         assert lines()[0].endswith("it pays from 556 tokens on")
         assert gate.text in lines()[-1]
 

@@ -102,6 +102,20 @@ def test_trouble_is_what_became_of_the_last_write(writer, form, monkeypatch):
     assert writer.queued == 0
 
 
+def test_what_is_there_already_ends_no_trouble(writer, form, monkeypatch):
+    """Another server's writes do not show that this one's disk has room again."""
+    form.namespace.publish(TOKENS[:20], [Span(0, 20, SPECS, [rows(spec, 0, 20) for spec in SPECS])])
+    with monkeypatch.context() as patch:
+        patch.setattr(form.namespace, "publish", failing(lambda: OSError(errno.ENOSPC, "full", "/home/me/kv/tmp/7")))
+        assert writer.offer(job_of(writer, form, 0, 20, 32))
+        assert writer.drain(30)
+    for borders, ended in (((0, 20), False), ((0, 20, 32), True)):
+        assert writer.trouble
+        assert writer.offer(job_of(writer, form, *borders))
+        assert writer.drain(30)
+        assert (writer.trouble == "") is ended
+
+
 def failing(make):
     """A publish that fails as one does whose operating system says this."""
 

@@ -188,5 +188,5 @@ def test_a_length_of_the_users_own_is_what_decides():
 def test_what_is_known_can_be_said():
     said = measured(fixed=0.5).describe(0)
     assert "1000 tokens/s" in said
-    assert "500.0 ms and 2.00 GB/s" in said
+    assert "500.0 ms and 1.9 GiB/s" in said
     assert "from 527 tokens" in said

@@ -100,7 +100,11 @@ MISTAKES = [
     ("why s --tokens binary", 1, "binary is not UTF-8 text"),
     ("why s --prompt words.txt --model folder", 1, "there is no folder/tokenizer.json; name the folder of the model"),
     # servers
-    ("top http://127.0.0.1:1 --once", 1, "no server answers at http://127.0.0.1:1/health: Connection refused; start `kvstore serve`"),
+    (
+        "top http://127.0.0.1:1 --once",
+        1,
+        "no server answers at http://127.0.0.1:1/health: Connection refused; start `kvstore serve`",
+    ),
     ("top 99999 --once", 2, "'99999' is no address of a server; write it like http://127.0.0.1:8080"),
     ("top http:// --once", 2, "'http://' is no address of a server"),
     ("top http://[::1 --once", 2, "'http://[::1' is no address of a server"),
