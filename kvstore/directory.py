@@ -89,8 +89,7 @@ def open_directory(
 
 def unavailable(path: Path, error: OSError) -> UnavailableError:
     """The sentence for people that goes with an operating system error; it names the file in the directory, if any."""
-    file = f"{Path(os.fsdecode(error.filename)).name} in it: " if _is_below(path, error.filename) else ""
-    return UnavailableError(f"cannot use the cache directory {path}: {advice(error, file)}")
+    return UnavailableError(f"cannot use the cache directory {path}: {advice(error, _named(path, error))}")
 
 
 def advice(error: OSError, file: str = "") -> str:
@@ -102,7 +101,10 @@ def advice(error: OSError, file: str = "") -> str:
         errno.EACCES: f"{file}permission denied; check who owns it, or choose another directory",
         errno.EPERM: f"{file}permission denied; check who owns it, or choose another directory",
         errno.ENOENT: "the directory or its parent does not exist; create it or check that its volume is mounted",
-        errno.ENOTDIR: "a part of the path is a file; choose another directory",
+        errno.ENOTDIR: f"{file}a file where a folder should be; move it away"
+        if file
+        else "a part of the path is a file; choose another directory",
+        errno.EEXIST: f"{file}something else where a folder should be; move it away",
         errno.ENAMETOOLONG: "the path is too long; choose a shorter one",
         errno.ELOOP: f"{file}a symbolic link where a file should be; move it away",
         errno.EISDIR: f"{file}a folder where a file should be; move it away",
@@ -111,8 +113,18 @@ def advice(error: OSError, file: str = "") -> str:
     return known.get(error.errno or 0, f"{file}{error.strerror or type(error).__name__}; check the disk")
 
 
-def _is_below(directory: Path, name: object) -> bool:
-    return isinstance(name, str | bytes) and directory in Path(os.fsdecode(name)).parents
+def _named(path: Path, error: OSError) -> str:
+    """The file in the directory that an error is about; empty when it is about none.
+
+    What is in the way of a file that shall be made, or must not be seen, is the folder that it would lie in.
+    """
+    if not isinstance(error.filename, str | bytes):
+        return ""
+    file = Path(os.fsdecode(error.filename))
+    if error.errno in {errno.EACCES, errno.EPERM, errno.ENOTDIR}:
+        while path in file.parents and not os.path.lexists(file):
+            file = file.parent
+    return f"{file.name} in it: " if path in file.parents else ""
 
 
 def read_config(fs: FileSystem, layout: Layout) -> dict[str, Any] | None:

@@ -80,19 +80,23 @@ class Renewal:
         return True
 
     def _changed(self, now: _Identity) -> bool:
-        """kvstore.json is there and was not looked at yet, or folders are missing."""
+        """kvstore.json is there and was not looked at yet, or folders are missing.
+
+        Of something else in the place of one the publish tells that needs it.
+        """
         context = self._context
         config = read_config(context.fs, context.layout)
         if config is None:
             return False
         check_interval(context, config)
-        lost = not all(folder.is_dir() for folder in context.layout.folders)
-        if lost:
-            complete(context.fs, context.layout)
+        missing = [folder for folder in context.layout.folders if not folder.is_dir()]
+        complete(context.fs, context.layout)
+        healed = any(folder.is_dir() for folder in missing)
+        if healed:
             log.warning("kvstore: folders of %s were removed while in use; they were made anew", context.layout.root)
         other = self._known is not None and now != self._known
         self._known = now
-        return lost or other
+        return healed or other
 
     def _is_mounted(self) -> bool:
         """Whether a volume is mounted where the one was on which the directory was opened, or below."""

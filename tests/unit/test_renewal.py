@@ -155,6 +155,18 @@ def test_folders_that_were_removed_are_made_anew(store, caplog):
     assert "were made anew" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["quarantine", "objects/tokens"])
+def test_a_folder_that_cannot_be_made_anew_is_not_said_to_be(store, name, caplog):
+    """What is saved needs neither, and each publish comes by here."""
+    assert not store.renew()
+    shutil.rmtree(store.path / name)
+    (store.path / name).write_text("something else")
+    assert not store.renew()
+    publish(store)
+    assert restored(store) == 40
+    assert caplog.records == []
+
+
 def test_another_directory_of_the_same_kind_is_used(store, tmp_path):
     with Store.open(tmp_path / "other", interval=INTERVAL) as other:
         publish(other)

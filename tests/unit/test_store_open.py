@@ -244,6 +244,15 @@ def test_what_the_system_refuses_becomes_one_sentence_with_advice(tmp_path, code
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["tmp", "objects", "locks"])
+def test_a_file_in_place_of_a_folder_is_named(tmp_path, name):
+    with open_store(tmp_path / "s") as store:
+        shutil.rmtree(store.path / name)
+        (store.path / name).write_bytes(b"a file")
+        with pytest.raises(UnavailableError, match=f": {name} in it: .* where a folder should be; move it away$"):
+            store.namespace(INFO).publish(prompt(16), spans(prompt(16), 0, 16))
+
+
 def test_two_creations_at_once_agree(tmp_path):
     barrier = threading.Barrier(8)
 

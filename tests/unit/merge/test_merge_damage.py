@@ -261,7 +261,7 @@ def test_a_file_in_place_of_a_folder_that_all_needs_ends_it(pair, name, dry_run)
     (b.path / name).write_bytes(b"a file")
     report = merge(a.context, b.context, dry_run=dry_run)
     assert (report.nodes, report.problems) == (0, [])
-    assert "a part of the path is a file" in report.error
+    assert "where a folder should be; move it away" in report.error
 
 
 def test_what_a_newer_kvstore_wrote_stays_behind_and_is_no_damage(pair):
