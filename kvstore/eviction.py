@@ -62,8 +62,8 @@ class Policy:
     that should stay free on its file system. older_than_ns: nodes not used for that long go whatever the room.
     namespace: only this one's nodes may go. quotas: bytes on disk that namespaces may take; one that takes more loses
     nodes of its own only. protect: manifest paths that must stay (any object with ``in``).
-    spare: bytes to free beyond size once it is passed, a tenth of it by default. protect_ns: what was written or looked
-    up this recently stays. warmth: what the caller knows of the nodes' uses; without it their files' times tell.
+    spare: bytes to free beyond size once the directory takes more, a tenth of it by default. protect_ns: what was written
+    or looked up this recently stays. warmth: what the caller knows of the nodes' uses; without it their files' times tell.
     warm_ns: for size and min_free nothing of this warmth or more goes, but for tails that cost nothing.
     """
 
@@ -82,7 +82,8 @@ class Policy:
 
 @dataclass(slots=True)
 class Plan:
-    """victims: indices into the marks' nodes, in the order they must go. freed: bytes on disk this gives back.
+    """victims: indices into the marks' nodes, in the order they must go. freed: bytes on disk this gives back, or of one
+    namespace, that it takes no more.
 
     horizon_ns: what was last used before this is among the victims, as far as its rules let it. coldest_ns: no leaf
     that stays is colder than this, but for what the caller protects; None when no other leaf stays.
@@ -124,12 +125,12 @@ def choose(
     over: Mapping[str, int] | None = None,
     rest: Callable[[], None] = lambda: None,
 ) -> Plan:
-    """Victims that are too old, then those of namespaces that are over their quotas by so many bytes, then as many more
-    as free need bytes on disk, if there are enough. rest is called every few nodes.
+    """Victims that are too old, then those of namespaces that take so many bytes too much, then as many more as free
+    need bytes on disk, if there are enough. rest is called every few nodes.
     """
     parsed = ((NodeName.parse(path.rpartition("/")[2]), used) for path, used in list(context.recent.items()))
     recent = {found[0].key: used for found, used in parsed if found and used <= now_ns + FUTURE_NS}
-    every = _Part(range(len(marks.nodes)), tuple(marks.containers))
+    every = _Part(range(len(marks.nodes)), tuple(marks.containers), marks.named)
     families = _Families(context, marks, blocks, policy, now_ns, part=every, recent=recent, rest=rest)
     plan = families.plan
     if policy.older_than_ns is not None:
@@ -150,18 +151,24 @@ def choose(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The nodes of one namespace or of all, and which of them are contained tails: indices into the marks' nodes."""
+    """The nodes of one namespace or of all, and which of them are contained tails: indices into the marks' nodes.
+
+    named: how many of these nodes name each block.
+    """
 
     nodes: Sequence[int]
     tails: Sequence[int]
+    named: Mapping[bytes, int]
 
 
 def _parts(marks: Marks, namespaces: Iterable[str], rest: Callable[[], None]) -> dict[str, _Part]:
     """The nodes of each of these namespaces, in one pass: with many quotas a pass for each would take hours."""
-    parts: dict[str, tuple[list[int], list[int]]] = {namespace: ([], []) for namespace in namespaces}
+    parts: dict[str, tuple[list[int], list[int], Counter[bytes]]]
+    parts = {namespace: ([], [], Counter()) for namespace in namespaces}
     for index, node in enumerate(paced(marks.nodes, rest)):
         if found := parts.get(node.file.namespace):
             found[0].append(index)
+            found[2].update({digest for digest, _ in node.blocks})
     for tail in paced(marks.containers, rest):
         if found := parts.get(marks.nodes[tail].file.namespace):
             found[1].append(tail)
@@ -308,16 +315,20 @@ class _Families:
         for digest in {digest for digest, _ in node.blocks}:
             self._dropped[digest] += 1
             block = self._blocks.get(digest)
-            if (
-                block is not None
-                and self._dropped[digest] == self._marks.named[digest]
-                and not young(block.mtime_ns, block.ctime_ns, self._now, self._policy.protect_ns)
-            ):
+            if block is not None and self._dropped[digest] == self._part.named[digest] and self._goes(block):
                 self.plan.freed += block.allocated
         self._waiting[node.file.above] -= 1
         for name in (node.file.above, node.file.place):
             if entry := self._ready(name):
                 heapq.heappush(self._heap, entry)
+
+    def _goes(self, block: HashedFile) -> bool:
+        """Whether a block that no node of the part names any more counts as freed: on disk when it may be removed, in a
+        namespace at once, whoever else names it or has touched it.
+        """
+        return self._part.named is not self._marks.named or not young(
+            block.mtime_ns, block.ctime_ns, self._now, self._policy.protect_ns
+        )
 
     def _allowed(self, index: int) -> bool:
         node, now = self._marks.nodes[index], self._now

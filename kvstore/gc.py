@@ -34,12 +34,12 @@ bad file would keep the garbage of the whole directory for ever), and may be evi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import TypeAlias
 
+from kvstore.collected import GcReport
 from kvstore.context import Context, this_process
 from kvstore.directory import advice
 from kvstore.errors import KVStoreError
@@ -70,48 +70,6 @@ _LONGEST_REST_S = 1.0
 _ROUND = 8192
 """Manifests removed before their folders are synced and their blocks follow: there are 256 folders a namespace to sync,
 so the more share one the better; a kill in between leaves the blocks of these for a later collection."""
-
-
-@dataclass
-class GcReport:
-    """What a collection did, or with dry_run would do. Bytes are those allocated on disk.
-
-    before_bytes and after_bytes: the whole directory. nodes, states: manifests removed. blocks: removed, orphans (that
-    no manifest named) included. staging, quarantined, tokenizations: removed. skipped: left because they changed since
-    the mark. failed: could not be removed. waiting: blocks that no manifest names but that must stay for now. damaged:
-    manifests whose references are unknown. foreign: files that are not kvstore's. future: when something is unmet,
-    files that stayed because they were written while the clock was ahead. unmet_bytes: still missing to what
-    the policy asked for; over_quota_bytes: to what its quotas allow. coldest_ns: no leaf that was left is colder (see
-    kvstore.admission); None when there is none. busy: another collection runs and nothing was done. error: one
-    sentence, why it stopped; what was removed until then is counted. rested_seconds: of mark_seconds and sweep_seconds,
-    what was spent at rest, beside an engine at work (kvstore.pacing).
-    """
-
-    dry_run: bool = False
-    busy: bool = False
-    error: str = ""
-    before_bytes: int = 0
-    after_bytes: int = 0
-    freed_bytes: int = 0
-    unmet_bytes: int = 0
-    over_quota_bytes: int = 0
-    coldest_ns: int | None = None
-    nodes: int = 0
-    states: int = 0
-    blocks: int = 0
-    orphans: int = 0
-    staging: int = 0
-    quarantined: int = 0
-    tokenizations: int = 0
-    skipped: int = 0
-    failed: int = 0
-    waiting: int = 0
-    damaged: int = 0
-    foreign: int = 0
-    future: int = 0
-    mark_seconds: float = 0.0
-    sweep_seconds: float = 0.0
-    rested_seconds: float = 0.0
 
 
 def collect(
@@ -164,7 +122,6 @@ class _Collection:
         self._sweeper = Sweeper(context, pause, dry_run=policy.dry_run, told=self._tell, rest=self._rest)
         self._now = context.clock()
         self._free = 0
-        self._of_namespace = 0
         self._removed: set[int] = set()
 
     def run(self) -> None:
@@ -200,8 +157,6 @@ class _Collection:
         report.damaged = len(marks.unreadable)
         if policy.min_free is not None:
             self._free = free_bytes(self._context)
-        if policy.namespace is not None:
-            self._of_namespace = _namespace_bytes({policy.namespace}, found, marks)[policy.namespace]
         return found, marks
 
     def _tell(self, freed: int) -> None:
@@ -215,7 +170,8 @@ class _Collection:
         _, need = self._missing()
         if need > 0:
             need -= self._remove_quarantined(found, need)
-        over = self._over_quota(found, marks)
+        limits = self._limits()
+        over = self._over(limits, found, marks)
         plan = choose(
             self._context,
             marks,
@@ -234,19 +190,28 @@ class _Collection:
         self._remove_tokenizations(found, plan)
         self._report.unmet_bytes, _ = self._missing()
         for namespace, used in _namespace_bytes(over, found, marks, self._removed).items():
-            self._report.over_quota_bytes += max(0, used - self._policy.quotas[namespace])
+            missing = max(0, used - limits[namespace])
+            if self._policy.size is not None and namespace == self._policy.namespace:
+                self._report.unmet_bytes = max(self._report.unmet_bytes, missing)
+            else:
+                self._report.over_quota_bytes += missing
         if self._report.unmet_bytes or self._report.over_quota_bytes:
             times = [(node.file.mtime_ns, node.file.ctime_ns) for node in marks.nodes]
             times += [(block.mtime_ns, block.ctime_ns) for block in found.blocks.values()]
             self._report.future = sum(clock_was_ahead(*each, self._now) for each in times)
 
-    def _over_quota(self, found: Scan, marks: Marks) -> dict[str, int]:
-        """Bytes to free of each namespace over its quota, a tenth to spare. An explicit size counts instead of one."""
-        only, quotas = self._policy.namespace, self._policy.quotas
-        if only is not None:
-            quotas = {only: quotas[only]} if only in quotas and self._policy.size is None else {}
-        used = _namespace_bytes(quotas, found, marks)
-        return {name: used[name] - quota * 9 // 10 for name, quota in quotas.items() if used[name] > quota}
+    def _limits(self) -> Mapping[str, int]:
+        """Bytes that namespaces may take: their quotas, or an explicit size instead of one."""
+        policy = self._policy
+        if policy.namespace is None:
+            return policy.quotas
+        limit = policy.quotas.get(policy.namespace) if policy.size is None else policy.size
+        return {} if limit is None else {policy.namespace: limit}
+
+    def _over(self, limits: Mapping[str, int], found: Scan, marks: Marks) -> dict[str, int]:
+        """Bytes to free of each namespace that takes more than its limit, a tenth of it to spare."""
+        used = _namespace_bytes(limits, found, marks)
+        return {name: used[name] - limit * 9 // 10 for name, limit in limits.items() if used[name] > limit}
 
     def _missing(self) -> tuple[int, int]:
         """Bytes still to free until the policy is met, and until there is something to spare.
@@ -255,8 +220,8 @@ class _Collection:
         """
         policy, freed = self._policy, self._sweeper.freed
         unmet = need = 0
-        if policy.size is not None:
-            used = self._report.before_bytes - freed if policy.namespace is None else self._of_namespace
+        if policy.size is not None and policy.namespace is None:
+            used = self._report.before_bytes - freed
             if used > policy.size:
                 spare = policy.size // 10 if policy.spare is None else policy.spare
                 unmet, need = used - policy.size, used - max(0, policy.size - spare)
@@ -315,7 +280,6 @@ class _Collection:
         kept: set[str] = set()
         beside = _kv_beside_states(plan, marks)
         for victims in batches(plan.victims, _ROUND):
-            before = self._sweeper.freed
             unnamed: list[HashedFile] = []
             # In this order: children's before their parents', as far as they differ.
             folders: dict[tuple[str, str], None] = {}
@@ -340,7 +304,6 @@ class _Collection:
                     if not young(block.mtime_ns, block.ctime_ns, self._now, self._policy.protect_ns)
                 ]
             )
-            self._of_namespace -= self._sweeper.freed - before
 
     def _remove_manifest(self, file: NodeFile, beside: NodeFile | None) -> bool:
         """Remove a victim if it is still one. beside: for a state, the KV's manifest, which shows that it was used."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -161,6 +162,31 @@ def test_a_block_that_both_name_stays_for_the_one_within_its_quota(tmp_path):
     assert (report.nodes, report.blocks, report.over_quota_bytes) == (3, 0, 0)
     with open_store(tmp_path / "s") as store:
         assert restore(space_of(store, TENANT), prompt(40)).tokens == 40
+
+
+@pytest.mark.parametrize("explicit", [True, False], ids=["size", "quota"])
+@pytest.mark.parametrize("just_touched", [True, False], ids=["used by the other", "unused"])
+def test_of_blocks_that_both_name_no_more_goes_than_of_ones_own(tmp_path, explicit, just_touched):
+    """Two tenants with one model and the same prompts: their KV is equal, so its blocks are one file each."""
+    with open_store(tmp_path / "s") as store:
+        for seed in range(8):
+            for info in (INFO, THIRD):
+                publish(space_of(store, info), prompt(40, seed))
+                set_used(store, space_of(store, info), prompt(40, seed), 1000 - seed)
+        used = 2 * sum(path.stat().st_blocks * 512 for path in blocks(store.path))  # each manifest is as large
+        assert breakdown(store.context).shared == used // 2
+        if not explicit:
+            write_quota(store.context, INFO.id, used // 2)
+    if just_touched:
+        now = time.time_ns() + HOUR
+        for path in blocks(tmp_path / "s"):
+            os.utime(path, ns=(now, now))
+    report = gc(tmp_path / "s", **({"namespace": INFO.id, "size": used // 2} if explicit else {}))
+    assert (report.blocks, report.unmet_bytes, report.over_quota_bytes, report.error) == (0, 0, 0, "")
+    with open_store(tmp_path / "s") as store:
+        assert [restore(space_of(store), prompt(40, seed)).tokens for seed in range(8)] == [0] * 4 + [16] + [40] * 3
+        assert [restore(space_of(store, THIRD), prompt(40, seed)).tokens for seed in range(8)] == [40] * 8
+    check_valid(tmp_path / "s")
 
 
 @given(
