@@ -14,11 +14,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from kvstore.commit import free_quarantine, put_file
+from kvstore.commit import free_quarantine, freshen, put_file
 from kvstore.context import Context, Owner, remove_staged
 from kvstore.directory import CACHEDIR_TAG
+from kvstore.errors import DamagedManifestError
 from kvstore.eviction import PROTECT_NS, young
 from kvstore.fsck.findings import Action, Problem
 from kvstore.fsck.interval import restore_interval
@@ -27,7 +29,7 @@ from kvstore.fsck.surroundings import STAGED, newest
 from kvstore.fsck.values import is_future, seen_of
 from kvstore.layout import NodeName
 from kvstore.locks import publish_lock
-from kvstore.manifest import BlockRef
+from kvstore.manifest import MAX_MANIFEST_BYTES, BlockRef, decode
 
 __all__ = ["SETTLE_S", "repair"]
 
@@ -211,9 +213,16 @@ class _Repair:
         problem.solved(f"set aside as quarantine/{target.name}")
 
     def _put_back(self, problem: Problem) -> None:
-        if not os.path.lexists(problem.path):  # else it was published again, too
-            self._fs.rename(self._aside[problem.path], problem.path)
-            problem.solved(_BACK)
+        """As a commit does (kvstore.gc): a collection that looked meanwhile takes its blocks for nobody's, or has."""
+        if os.path.lexists(problem.path):  # it was published again, too
+            return
+        aside = self._aside[problem.path]
+        data, _ = self._fs.read_file(aside, MAX_MANIFEST_BYTES)
+        with suppress(DamagedManifestError):
+            refs = decode(data).blocks
+            if not freshen(self._context, refs) and all(self._is_there(ref) for ref in refs):
+                self._fs.rename(aside, problem.path)
+                problem.solved(_BACK)
 
     def _is_there(self, ref: BlockRef) -> bool:
         try:

@@ -7,16 +7,19 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from core_support import FAST, open_store
 from fsck_damage import tokens_entry, without_parent
-from fsck_support import LONG, OTHER, block, errors, flip, match_of, node, refs, restored, run
-from gc_support import prompt, publish, space_of
+from fsck_support import LATER, LONG, OTHER, block, errors, flip, match_of, node, refs, restored, run
+from gc_support import ahead, prompt, publish, space_of
 
 from kvstore import FileSystem
 from kvstore.fsck import ExitCode, repair
+from kvstore.gc import Policy, collect
 from kvstore.layout import Layout
 
 # Other processes at work.
@@ -125,6 +128,42 @@ def test_a_parent_published_before_the_repair_keeps_its_children(root):
     assert path.exists()
     with open_store(root, None) as store:
         assert restored(space_of(store), OTHER) == len(OTHER)
+
+
+@pytest.mark.parametrize("swept", ["before", "after"])
+def test_what_is_put_back_has_its_blocks_whatever_a_collection_took_for_nobodys(root, swept):
+    """One that marks while the manifest is set aside sees blocks that no manifest names, and sweeps when it is back."""
+    path = without_parent(root)
+    marked, go_on = threading.Event(), threading.Event()
+
+    def at(point: str) -> None:
+        if point == "marked":
+            marked.set()
+            assert go_on.wait(20)
+
+    def collecting() -> None:
+        with ahead(root, LATER) as store:
+            assert collect(store.context, Policy(), pause=at).error == ""
+
+    collector = threading.Thread(target=collecting)
+
+    def meanwhile(point: str) -> None:
+        if point == "batch" and not collector.ident:
+            with open_store(root, None) as store:
+                publish(space_of(store), OTHER[:16])
+            collector.start()
+            assert marked.wait(20)
+            if swept == "before":
+                go_on.set()
+                collector.join()
+
+    run(root, repair=True, pause=meanwhile)
+    go_on.set()
+    collector.join()
+    with open_store(root, None) as store:
+        assert restored(space_of(store), OTHER) == (len(OTHER) if swept == "after" else 16)
+    assert path.exists() == (swept == "after")
+    assert errors(run(root, read_data=True).findings) == {}
 
 
 def test_a_file_replaced_before_the_repair_is_left(root):
