@@ -18,7 +18,13 @@ from typing import Any
 from kvstore._version import __version__
 from kvstore.commit import put_file
 from kvstore.context import Clock, Context
-from kvstore.errors import FormatVersionError, IntervalMismatchError, NotACacheDirectoryError, UnavailableError
+from kvstore.errors import (
+    FormatVersionError,
+    IntervalMismatchError,
+    KVStoreError,
+    NotACacheDirectoryError,
+    UnavailableError,
+)
 from kvstore.fs import Durability, FileSystem
 from kvstore.layout import Layout
 from kvstore.locks import publish_lock
@@ -65,8 +71,11 @@ def open_directory(
 ) -> Context:
     """See Store.open. A given fs is used as it is, whatever shared and durability say."""
     layout = Layout(Path(os.path.abspath(os.path.expanduser(path))))
-    if interval is not None and not MIN_INTERVAL <= interval <= MAX_INTERVAL:
-        raise IntervalMismatchError(f"interval must be from {MIN_INTERVAL} to {MAX_INTERVAL} tokens, not {interval}")
+    if interval is not None and not _is_interval(interval):
+        raise IntervalMismatchError(f"interval must be from {MIN_INTERVAL} to {MAX_INTERVAL} tokens, not {interval!r}")
+    if durability not in list(Durability):
+        raise KVStoreError(f"durability must be one of {', '.join(Durability)}, not {durability!r}")
+    durability = Durability(durability)
     given = fs or FileSystem(durability, private=not shared)
     try:
         config = read_config(given, layout)
@@ -162,12 +171,16 @@ def interval_of(layout: Layout, config: dict[str, Any]) -> int:
             f"{layout.root} has format {config['format']}, and this kvstore knows format {FORMAT}; "
             "upgrade kvstore or use another directory"
         )
-    interval = config.get("interval")
-    if type(interval) is not int or not MIN_INTERVAL <= interval <= MAX_INTERVAL:
+    interval: int = config.get("interval", 0)
+    if not _is_interval(interval):
         raise NotACacheDirectoryError(
             f"{layout.config} has no usable interval; restore it from a copy, or move the directory away and start anew"
         )
     return interval
+
+
+def _is_interval(interval: object) -> bool:
+    return type(interval) is int and MIN_INTERVAL <= interval <= MAX_INTERVAL
 
 
 def check_same(context: Context) -> None:

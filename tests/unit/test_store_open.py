@@ -10,6 +10,7 @@ import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from core_support import FAST, INFO, files, open_store, prompt, restore, spans
 
 from kvstore import (
     DEFAULT_INTERVAL,
+    Durability,
     FileSystem,
     FormatVersionError,
     IntervalMismatchError,
@@ -165,10 +167,25 @@ def test_the_default_interval_is_2048(tmp_path):
     assert open_store(tmp_path / "cache", interval=None).interval == DEFAULT_INTERVAL == 2048
 
 
-@pytest.mark.parametrize("interval", [0, -1, 15, 65537])
+@pytest.mark.parametrize("interval", [0, -1, 15, 65537, 64.0, "64", True, Fraction(64)])
 def test_an_impossible_interval_is_refused_before_anything_is_made(tmp_path, interval):
     with pytest.raises(IntervalMismatchError, match="from 16 to 65536"):
         open_store(tmp_path / "cache", interval=interval)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("durability", Durability)
+def test_durability_may_be_a_word(tmp_path, durability):
+    """A word that is not the enumeration's member would be as good as barrier, in silence."""
+    for _ in ("created", "opened"):
+        with Store.open(tmp_path / "cache", durability=str(durability.value)) as store:
+            assert store.context.fs.durability is durability
+
+
+def test_an_unknown_durability_is_refused_before_anything_is_made(tmp_path):
+    for durability in ("fully", "FULL", None, []):
+        with pytest.raises(KVStoreError, match="must be one of none, barrier, full"):
+            Store.open(tmp_path / "cache", durability=durability)
     assert list(tmp_path.iterdir()) == []
 
 
