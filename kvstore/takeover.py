@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvstore.context import Context
 from kvstore.errors import DamagedManifestError, MissingParentError, UnavailableError
-from kvstore.fs import preadv_full
+from kvstore.fs import mostly_holes, preadv_full
 from kvstore.layout import Layout
 from kvstore.locks import publish_lock
 from kvstore.manifest import decode
@@ -62,6 +62,8 @@ def take_over(context: Context, path: Path) -> int:
 
 
 def _copied(context: Context, fd: int, seen: os.stat_result, path: Path) -> Path:
+    if mostly_holes(fd, seen):
+        raise _damaged(context, path)
     buffer = memoryview(bytearray(min(_BUFFER_BYTES, seen.st_size)))
     rest = context.pace.resting()
     with staged_file(context, seen.st_size) as copy:

@@ -20,6 +20,7 @@ from kvstore import (
     Durability,
     FileSystem,
     FormatVersionError,
+    MissingParentError,
     Span,
     State,
     StateTensor,
@@ -264,6 +265,17 @@ def test_a_copy_that_vanished_is_no_file_that_vanished(store, space, monkeypatch
     assert take_over(store.context, path) == path.stat().st_size
     path.unlink()
     assert take_over(store.context, path) == 0
+
+
+def test_a_file_that_is_little_more_than_a_size_is_not_copied(store, space, monkeypatch):
+    """A sparse one of terabytes is quickly made: it would be read, and take room, to its end."""
+    space.publish(TOKENS, spans(TOKENS, 0, 16))
+    (path,) = block_files(store.path)
+    os.truncate(path, 1 << 30)
+    monkeypatch.setattr(FileSystem, "write", lambda *_: pytest.fail("copied"))
+    with pytest.raises(MissingParentError, match="is damaged"):
+        take_over(store.context, path)
+    assert path in store.context.damaged
 
 
 def test_a_copy_keeps_the_pace(store, space):
