@@ -62,9 +62,9 @@ class Policy:
     that should stay free on its file system. older_than_ns: nodes not used for that long go whatever the room.
     namespace: only this one's nodes may go. quotas: bytes on disk that namespaces may take; one that takes more loses
     nodes of its own only. protect: manifest paths that must stay (any object with ``in``).
-    spare: bytes to free beyond size once the directory takes more, a tenth of it by default. protect_ns: what was written
-    or looked up this recently stays. warmth: what the caller knows of the nodes' uses; without it their files' times tell.
-    warm_ns: for size and min_free nothing of this warmth or more goes, but for tails that cost nothing.
+    spare: bytes to free beyond size once the directory takes more, a tenth of it by default. protect_ns: what was
+    written or looked up this recently stays. warmth: what the caller knows of the nodes' uses; without it their files'
+    times tell. warm_ns: for size and min_free nothing of this warmth or more goes, but for tails that cost nothing.
     """
 
     size: int | None = None
@@ -82,8 +82,8 @@ class Policy:
 
 @dataclass(slots=True)
 class Plan:
-    """victims: indices into the marks' nodes, in the order they must go. freed: bytes on disk this gives back, or of one
-    namespace, that it takes no more.
+    """victims: indices into the marks' nodes, in the order they must go. freed: bytes on disk this gives back; of one
+    namespace's, what it takes no more.
 
     horizon_ns: what was last used before this is among the victims, as far as its rules let it. coldest_ns: no leaf
     that stays is colder than this, but for what the caller protects; None when no other leaf stays.
