@@ -30,6 +30,7 @@ __all__ = [
     "FileSystem",
     "allocated_bytes",
     "is_damage",
+    "is_lost",
     "mostly_holes",
     "out_of_files",
     "preadv_full",
@@ -274,6 +275,13 @@ def is_damage(error: Exception) -> bool:
     the file: it may be whole, and may not be replaced for that.
     """
     return not isinstance(error, OSError) or error.errno in NOT_A_FILE
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether the disk itself says that it cannot give the bytes. It may give them the next time; but whoever holds the
+    bytes of a block loses nothing by putting them in its place, and if nobody does, it is read in vain for ever.
+    """
+    return isinstance(error, OSError) and error.errno == errno.EIO
 
 
 def out_of_files(error: BaseException) -> bool:

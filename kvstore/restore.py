@@ -16,7 +16,7 @@ from pathlib import Path
 from kvstore.blocks import MAX_HEADER_BYTES, TensorBuffer, TensorSpec, read_specs
 from kvstore.context import Context
 from kvstore.errors import DamagedBlockError
-from kvstore.fs import close_read, is_damage, mostly_holes, out_of_files
+from kvstore.fs import close_read, is_damage, is_lost, mostly_holes, out_of_files
 from kvstore.keys import TOKEN_BYTES
 from kvstore.lookup import Match, Step, common_tokens, load_manifest
 from kvstore.manifest import BlockRef, Manifest
@@ -276,6 +276,8 @@ def _read_all(
     for ref, error in bad[1:]:
         if is_damage(error):
             _note_damaged(context, ref)
+        elif is_lost(error):
+            context.damaged.add(context.layout.block(ref.digest))
     (first, error), *_ = bad
     good = [block.ref for block in opened if block.ref.first < first.first]
     return good, _ended(context, first, error)
@@ -291,10 +293,14 @@ def _ended(context: Context, ref: BlockRef, error: Exception) -> BlockRef | None
 
 
 def _unread(context: Context, ref: BlockRef, error: OSError) -> None:
-    """Say that a block cannot be read now; a miss, and counted, but for want of descriptors."""
+    """Say that a block cannot be read now; a miss, and counted, but for want of descriptors. Its node is not hidden for
+    that, so the next restore tries again; see kvstore.fs.is_lost.
+    """
     if not out_of_files(error):
         context.counters.add(missing=1)
     path = context.layout.block(ref.digest)
+    if is_lost(error):
+        context.damaged.add(path)
     _warn(f"block {path} cannot be read now ({error.strerror}); computing from token {ref.first}")
 
 

@@ -20,7 +20,7 @@ import xxhash
 from kvstore.blocks import DTYPE_BYTES, ENTRY_FIELDS, MAX_HEADER_BYTES, MISTAKES, pack_header, parse_part, read_header
 from kvstore.context import Context, Space
 from kvstore.errors import DamagedBlockError, PublishError
-from kvstore.fs import allocated_bytes, is_damage, mostly_holes, out_of_files, preadv_full
+from kvstore.fs import allocated_bytes, is_damage, is_lost, mostly_holes, out_of_files, preadv_full
 from kvstore.interpreter import short_turns
 from kvstore.keys import Buffer, flat
 from kvstore.lookup import Step, load_manifest
@@ -155,15 +155,19 @@ def _read_at(space: Space, step: Step, path: Path, allocate: AllocateState) -> d
     ref = _ref(space, step, path)
     if ref is None:
         return None
+    block = context.layout.block(ref.digest)
     try:
         found = _read(context, ref, path, allocate)
     except (OSError, EOFError, DamagedBlockError) as error:
         if isinstance(error, FileNotFoundError | NotADirectoryError) or is_damage(error):
             context.counters.add(damaged=1)
-            context.damaged.update({path, context.layout.block(ref.digest)})
+            context.damaged.update({path, block})
         elif not out_of_files(error):
             context.counters.add(missing=1)
+            if is_lost(error):
+                context.damaged.add(block)
         return None
+    context.damaged.discard(block)
     if isinstance(found, Exception):
         try:
             raise found

@@ -125,7 +125,7 @@ def test_what_cannot_be_looked_at_is_a_miss_and_no_damage(root, monkeypatch, cap
     flip(block_at(root, first), b"keys")
 
     def failing(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     monkeypatch.setattr(kvstore.restore, "digest_of_file", failing)
     with open_store(root) as store:

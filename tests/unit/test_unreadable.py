@@ -119,13 +119,45 @@ def test_a_block_that_cannot_be_read_ends_a_restore_and_nothing_else(store, spac
         patch.setattr(os, call, failing)
         assert restore(space, TOKENS).tokens == 32
     assert calls
-    assert store.context.damaged == set()
+    assert store.context.damaged == ({third} if code == errno.EIO else set())
     assert store.counters.damaged == 0
     assert store.counters.missing == (code not in (errno.EMFILE, errno.ENFILE))
     assert [record.message for record in caplog.records] == [
         f"kvstore: block {third} cannot be read now ({os.strerror(code)}); computing from token 32"
     ]
     assert restore(space, TOKENS).tokens == 48
+    assert store.context.damaged == set()
+
+
+@pytest.mark.parametrize("call", ["pread", "preadv"])
+def test_blocks_that_the_disk_does_not_read_are_set_aside_by_a_publish_of_their_bytes(store, space, monkeypatch, call):
+    """A bad sector: each request read into it, computed the rest, and could not save it."""
+    space.publish(TOKENS, spans(TOKENS, 0, 16, 32, 48))
+    space.publish_state(TOKENS, state())
+    manifest = decode(space.lookup(TOKENS).steps[-1].path.with_suffix(".state").read_bytes())
+    lost = [*refs_of(space)[1:], manifest.blocks[0].digest]
+    real, bad = getattr(os, call), {store.context.layout.block(digest).stat().st_ino for digest in lost}
+
+    def failing(fd, *arguments):
+        if os.fstat(fd).st_ino in bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, *arguments)
+
+    monkeypatch.setattr(os, call, failing)
+    for _ in range(3):
+        if (border := restore(space, TOKENS).border) < 48:
+            space.publish(TOKENS, spans(TOKENS, border, *range(border + 16, 49, 16)))
+        if read_state(space, TOKENS) is None:
+            space.publish_state(TOKENS, state())
+    assert restore(space, TOKENS).tokens == 48
+    assert read_state(space, TOKENS) == {"n": 0}
+    assert store.context.damaged == set()
+    assert len([name for name in set_aside(store) if "-" not in name]) == len(lost)
+
+
+def read_state(space, tokens):
+    match = space.lookup(tokens, trimmable=False)
+    return space.read_state(match, lambda tensors: {each.name: memoryview(bytearray(3)) for each in tensors})
 
 
 def refs_of(space) -> list[bytes]:
@@ -139,18 +171,15 @@ def test_a_state_that_cannot_be_read_is_a_miss_once(store, space, fs, what, code
     before = set(block_files(store.path))
     space.publish_state(TOKENS[:16], state())
     (block,) = set(block_files(store.path)) - before
-    match = space.lookup(TOKENS[:16], trimmable=False)
-
-    def read():
-        return space.read_state(match, lambda tensors: {each.name: memoryview(bytearray(3)) for each in tensors})
-
     fs.suffix[0] = ".state" if what == "manifest" else block.name
     fs.errors.append(code)
-    assert read() is None
+    assert read_state(space, TOKENS[:16]) is None
     assert store.counters.missing == (code not in (errno.EMFILE, errno.ENFILE))
-    assert (store.counters.damaged, store.context.damaged) == (0, set())
+    assert store.counters.damaged == 0
+    assert store.context.damaged == ({block} if (what, code) == ("block", errno.EIO) else set())
     assert space.lookup(TOKENS[:16], trimmable=False).count == 16
-    assert read() == {"n": 0}
+    assert read_state(space, TOKENS[:16]) == {"n": 0}
+    assert store.context.damaged == set()
 
 
 @pytest.mark.parametrize("code", PASSING, ids=NAMES)
