@@ -8,6 +8,7 @@ Reads /metrics and /health of the server, so it works from another machine too. 
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import time
@@ -27,6 +28,7 @@ from kvstore.cli.app import app, console, output, print_json, sentences
 from kvstore.cli.common import plain
 from kvstore.errors import KVStoreError
 from kvstore.sizes import format_size
+from kvstore.untrusted import JSON_ERRORS
 
 __all__ = ["Look", "samples_of", "top"]
 
@@ -82,7 +84,7 @@ def look(address: str) -> Look:
     try:
         health = json.loads(health_text)
         status, cache = str(health["status"]), health.get("kv_cache")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except JSON_ERRORS:
         raise KVStoreError(f"what answers at {address} is not `kvstore serve`") from None
     if not isinstance(cache, dict):
         raise KVStoreError(f"the server at {address} runs without a cache directory; start it with --kv-cache-dir")
@@ -131,6 +133,8 @@ def _get(url: str) -> str:
             return text
         reason = text.strip().splitlines()[0] if error.code == 503 and text.strip() else f"it answers {error.code}"
         raise KVStoreError(f"{url}: {reason}") from error
+    except http.client.HTTPException as error:
+        raise KVStoreError(f"what answers at {url} is not `kvstore serve`: it does not speak HTTP") from error
     except (OSError, ValueError) as error:
         why = getattr(error, "reason", None) or error
         said = getattr(why, "strerror", None) or why

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import BaseRequestHandler, TCPServer
 
 import pytest
 from rich.console import Console
@@ -149,6 +150,7 @@ def test_mistakes_are_one_sentence(server):
     for pages, said in (
         ({"/health": (200, "<html>")}, "is not `kvstore serve`"),
         ({"/health": (200, "[]")}, "is not `kvstore serve`"),
+        ({"/health": (200, "[" * 100_000)}, "is not `kvstore serve`"),
         ({}, "it answers 404"),
         ({"/health": (200, '{"status": "ok"}')}, "start it with --kv-cache-dir"),
         (
@@ -165,3 +167,28 @@ def test_mistakes_are_one_sentence(server):
     code, _, err = invoke("top", "http://127.0.0.1:1", "--once")
     assert code == 1
     assert "no server answers" in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH_9.9\r\n",
+        b"-ERR wrong number of arguments\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 200 + b"\r\n",
+    ],
+    ids=["ssh", "redis", "cut", "headers"],
+)
+def test_a_port_of_something_else_is_one_sentence(answer):
+    class Handler(BaseRequestHandler):
+        def handle(self):
+            self.request.recv(1024)
+            self.request.sendall(answer)
+
+    with TCPServer(("127.0.0.1", 0), Handler) as other:
+        thread = threading.Thread(target=other.handle_request)
+        thread.start()
+        code, out, err = invoke("top", str(other.server_address[1]), "--once")
+        thread.join()
+    assert (code, out) == (1, "")
+    assert "is not `kvstore serve`: it does not speak HTTP" in " ".join(err.split())
