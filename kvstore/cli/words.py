@@ -53,7 +53,7 @@ class Words:
             return self._chat(request)
         if request is not None and isinstance(request.get("prompt"), str):
             text = request["prompt"]
-        return list(self._tokenizer.encode(text).ids)
+        return self._ids(text)
 
     def _chat(self, request: dict[str, Any]) -> list[int]:
         transformers = self._import("transformers")
@@ -70,7 +70,13 @@ class Words:
         except Exception as error:  # templates raise what they like
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise KVStoreError(f"the chat template of {folder} cannot render this request: {reason}") from error
-        return list(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
+        return self._ids(rendered, add_special_tokens=False)
+
+    def _ids(self, text: str, **options: bool) -> list[int]:
+        try:
+            return list(self._tokenizer.encode(text, **options).ids)
+        except Exception as error:  # JSON may hold half of a surrogate pair
+            raise KVStoreError(f"{self._path} cannot encode this prompt ({error})") from error
 
     def _import(self, name: str) -> ModuleType:
         try:

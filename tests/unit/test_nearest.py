@@ -373,6 +373,7 @@ def test_mistakes_are_answered_with_one_sentence(tmp_path, model, monkeypatch):
     (tmp_path / "empty").write_text("")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     (tmp_path / "chat").write_text('{"messages": [{"role": "user"}, 5]}')
+    (tmp_path / "half").write_text('{"prompt": "half of a smile: \\ud83d"}')
     store = tmp_path / "s"
     for arguments, said in (
         (("--tokens", tmp_path / "text"), "does not hold token ids"),
@@ -381,6 +382,7 @@ def test_mistakes_are_answered_with_one_sentence(tmp_path, model, monkeypatch):
         (("--tokens", tmp_path / "binary"), "is not UTF-8"),
         (("--prompt", tmp_path / "text", "--model", tmp_path / "nothing"), "name the folder of the model"),
         (("--prompt", tmp_path / "chat", "--model", model), "cannot render this request"),
+        (("--prompt", tmp_path / "half", "--model", model), "cannot encode this prompt"),
         (("--tokens", tmp_path / "text", "--namespace", "zz"), "does not hold token ids"),
     ):
         code, out, err = invoke("why", store, *arguments)
