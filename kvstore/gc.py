@@ -43,7 +43,8 @@ from kvstore.collected import GcReport
 from kvstore.context import Context, this_process
 from kvstore.directory import advice
 from kvstore.errors import KVStoreError
-from kvstore.eviction import GRACE_NS, PROTECT_NS, Plan, Policy, choose, clock_was_ahead, is_protected, young
+from kvstore.eviction import FUTURE_NS, GRACE_NS, PROTECT_NS, Plan, Policy, choose, clock_was_ahead, is_protected, young
+from kvstore.layout import Layout
 from kvstore.locks import gc_lock
 from kvstore.marking import Marked, Marks, mark
 from kvstore.pacing import paced
@@ -265,7 +266,9 @@ class _Collection:
         for file in sorted(found.quarantine, key=lambda file: file.ctime_ns):
             if self._sweeper.freed - before >= need:
                 break
-            if not young(file.mtime_ns, file.ctime_ns, self._now, QUARANTINE_NS):
+            moved = Layout.set_aside_ns(file.path.name)
+            lately = self._now - QUARANTINE_NS < moved <= self._now + FUTURE_NS
+            if not lately and not young(file.mtime_ns, file.ctime_ns, self._now, QUARANTINE_NS):
                 self._report.quarantined += self._sweeper.remove(Doomed(*file))
         return self._sweeper.freed - before
 

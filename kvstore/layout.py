@@ -221,6 +221,14 @@ class Layout:
         """Whether a file among the counters is one of ours: those of a process, or folded ones."""
         return _STATS.fullmatch(name) is not None
 
+    @staticmethod
+    def set_aside_ns(name: str) -> int:
+        """When a file in quarantine was set aside, as its name says; 0 when that says nothing.
+
+        (No time of the file tells it where a rename leaves them as they are, as on exFAT.)
+        """
+        return int(name.partition(".")[0], 16) if _STAMPED.fullmatch(name) else 0
+
     @classmethod
     def was_set_aside(cls, name: str) -> bool:
         """Whether a file in quarantine is one of ours: it keeps its name, behind the time it was set aside at."""

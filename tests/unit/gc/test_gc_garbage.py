@@ -258,6 +258,20 @@ def test_quarantine_is_emptied_when_old_and_only_for_room(writer):
     assert os.listdir(layout.quarantine) == ["note.txt"]
 
 
+def test_the_name_tells_when_a_file_was_set_aside_where_its_times_do_not(writer):
+    """A rename leaves the times of a file on exFAT: what fsck had just set aside was the first to go."""
+    fill(writer, 1)
+    layout = writer.context.layout
+    now = time.time_ns() + QUARANTINE_NS + DAY
+    moved = [now - QUARANTINE_NS - HOUR, now - QUARANTINE_NS + HOUR, now, now + 2 * HOUR]
+    for stamp, path in zip(moved, (*blocks(writer.path), layout.tag), strict=True):
+        shutil.copyfile(path, layout.quarantine / f"{stamp:x}.{path.name}")
+    assert gc(writer.path, QUARANTINE_NS + DAY, size=0, dry_run=True).quarantined == 2
+    gc(writer.path, QUARANTINE_NS + DAY, size=0)
+    left = sorted(int(name.partition(".")[0], 16) for name in os.listdir(layout.quarantine))
+    assert left == moved[1:3]
+
+
 def test_tokenizations_go_with_what_was_used_as_long_ago(writer):
     fill(writer, 4)
     saved = writer.tokenizations(b"scope")
