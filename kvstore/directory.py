@@ -73,17 +73,17 @@ def open_directory(
     layout = Layout(Path(os.path.abspath(os.path.expanduser(path))))
     if interval is not None and not _is_interval(interval):
         raise IntervalMismatchError(f"interval must be from {MIN_INTERVAL} to {MAX_INTERVAL} tokens, not {interval!r}")
-    if durability not in list(Durability):
-        raise KVStoreError(f"durability must be one of {', '.join(Durability)}, not {durability!r}")
-    durability = Durability(durability)
-    given = fs or FileSystem(durability, private=not shared)
+    try:
+        given = fs or FileSystem(durability, private=not shared)
+    except ValueError as error:
+        raise KVStoreError(f"durability must be one of {', '.join(Durability)}, not {durability!r}") from error
     try:
         config = read_config(given, layout)
         if config is None:
             check_free(layout, create)
             config = _create(given, layout, interval or DEFAULT_INTERVAL, clock)
         found = interval_of(layout, config)
-        used = fs or FileSystem(durability, private=config.get("shared") is not True)
+        used = fs or replace(given, private=config.get("shared") is not True)
         if create:
             complete(used, layout)
     except OSError as error:

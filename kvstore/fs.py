@@ -69,12 +69,16 @@ class Durability(StrEnum):
 class FileSystem:
     """System calls with kvstore's modes and durability; stateless, so safe to share between threads.
 
-    private: create 0700 folders and 0600 files whatever the umask says, because KV is as sensitive as the prompt it
-    came from. False follows the umask, for directories that several users share on purpose.
+    durability may be given as a word. Raises ValueError for another one. private: create 0700 folders and 0600 files
+    whatever the umask says, because KV is as sensitive as the prompt it came from. False follows the umask, for
+    directories that several users share on purpose.
     """
 
     durability: Durability = Durability.BARRIER
     private: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "durability", Durability(self.durability))
 
     def make_dir(self, path: Path) -> bool:
         """Create a folder; False when it was there. The parent's entry is synced, so the folder survives."""

@@ -180,6 +180,7 @@ def test_durability_may_be_a_word(tmp_path, durability):
     for _ in ("created", "opened"):
         with Store.open(tmp_path / "cache", durability=str(durability.value)) as store:
             assert store.context.fs.durability is durability
+    assert FileSystem(str(durability.value)).durability is durability
 
 
 def test_an_unknown_durability_is_refused_before_anything_is_made(tmp_path):
