@@ -41,8 +41,11 @@ _STAMPED = re.compile(r"[0-9a-f]+\.(.+)")
 
 
 def _of_one_folder(name: re.Pattern[str]) -> re.Pattern[str]:
-    """Names, a NUL between two, that all begin with the same two digits, which are its group."""
-    return re.compile(rf"(?=(..)){name.pattern}(?:\0(?=\1){name.pattern})*+")
+    """Names, a NUL between two, that all begin with the same two digits, which are its group.
+
+    Not possessive: Python before 3.11.5 would take what a last name begins with for one (gh-106052).
+    """
+    return re.compile(rf"(?=(..)){name.pattern}(?:\0(?=\1){name.pattern})*")
 
 
 _NODES = _of_one_folder(_NODE_NAME)
@@ -80,7 +83,7 @@ class NodeName:
     @staticmethod
     def are_file_names(names: Iterable[str], folder: str) -> bool:
         """Whether all of some names, at least one, are those of manifests in the fan-out folder of that name: for a
-        scan, which hardly ever finds others, in three quarters of the time that asking for each takes.
+        scan, which hardly ever finds others, in five sixths of the time that asking for each takes.
         """
         return _are_all(_NODES, names, folder)
 

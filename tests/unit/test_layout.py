@@ -86,6 +86,16 @@ def test_many_names_are_judged_as_one_is_and_by_the_folder_they_are_of(names, ex
     assert NodeName.are_file_names(names, NAME[:2]) == expected
 
 
+@pytest.mark.parametrize("before", [1, 2, 3])
+def test_what_a_name_begins_with_is_none(before):
+    """Python 3.11.2 took it for one where the pattern was possessive: `gc` would have removed a foreign file `ab`."""
+    name = f"{OTHER}.kv"
+    for end in range(len(name)):
+        assert not NodeName.are_file_names([*[f"{NAME}.kv"] * before, name[:end]], NAME[:2])
+    for end in range(32):
+        assert not Layout.are_block_names([*["ab" * 16] * before, ("ab" * 16)[:end]], "ab")
+
+
 def test_many_names_of_blocks_are_judged_by_the_folder_they_are_of():
     names = ["ab" * 16, "ab" + "0" * 30]
     assert Layout.are_block_names(names, "ab")
