@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from core_support import INFO, open_store
-from fsck_support import LONG, codes, make, run, snapshot
+from fsck_support import LATER, LONG, codes, make, run, snapshot
 from gc_support import DAY, TENANT, ahead, publish, space_of
 
 from kvstore.fsck import ExitCode
@@ -141,7 +141,7 @@ def test_what_was_set_aside_goes_like_any_other(root, which):
     which(root).write_bytes(b"\xff")
     assert run(root, repair=True).findings[0].corrected
     (aside,) = (root / "quarantine").iterdir()
-    with ahead(root, 31 * DAY) as store:
+    with ahead(root, LATER + 31 * DAY) as store:
         report = collect(store.context, Policy(size=0, spare=0))
     assert (report.quarantined, report.foreign, report.error) == (1, 0, "")
     assert not aside.exists()
