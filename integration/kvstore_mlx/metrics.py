@@ -174,14 +174,14 @@ class Metrics:
         return wrote
 
     def watched(self, served: Served, responses: Iterator[Any]) -> Iterator[Any]:
-        """A request's responses, with the first token timed and all of them counted; on an HTTP thread.
+        """A request's responses, with the first token timed and each of them counted; on an HTTP thread.
 
-        Closing this closes them.
+        Closing this closes them. Nothing else is done then: what is never closed the collector ends, on any thread and
+        within any lock, those that counting takes too.
         """
-        generated = 0
         try:
             for response in responses:
-                generated += 1
+                self.generated(1)
                 if served.prefill_s is None and served.fetched is not None:
                     served.prefill_s = self._now() - served.at
                     self.seconds["prefill"].observe(served.prefill_s)
@@ -189,7 +189,6 @@ class Metrics:
         finally:
             if isinstance(responses, Generator):
                 responses.close()
-            self.generated(generated)
 
     def generated(self, tokens: int) -> None:
         """So many tokens of an answer were generated."""

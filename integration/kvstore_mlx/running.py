@@ -187,10 +187,11 @@ class RunningServer:
             self._tokens.close(JOIN_S)
             if not self._writer.close(DRAIN_WRITES_S):
                 log.warning("kvstore: stopped before everything was written; what is missing will be computed again")
+            # What their clients still take of answers that were cut off is counted, too.
+            self._requests.join(JOIN_S)
             self._metrics.close()
             for number, action in before.items():
                 signal.signal(number, action)
-        self._requests.join(JOIN_S)
         return self._failure
 
     def _health(self) -> dict[str, Any]:

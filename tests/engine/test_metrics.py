@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import json
 import sys
@@ -136,6 +137,33 @@ def test_a_stream_that_is_cut_off_ends_what_it_came_from(metrics):
     next(watched)
     watched.close()
     assert ended == [True]
+    assert metrics.totals.generated_tokens == 1
+
+
+class Noting:
+    """A lock that notes how often it is taken."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def __enter__(self) -> None:
+        self.taken += 1
+
+    def __exit__(self, *_) -> None: ...
+
+
+def test_a_stream_that_nobody_closes_takes_no_lock_when_it_is_collected(metrics, monkeypatch):
+    """Found by review: that may be on a thread that counts just then, which waited for itself."""
+    watched = metrics.watched(Served(), iter([1, 2]))
+    next(watched)
+    held = [watched]
+    held.append(held)
+    lock = Noting()
+    for each in (metrics, metrics._stats):
+        monkeypatch.setattr(each, "_lock", lock)
+    del watched, held
+    gc.collect()
+    assert lock.taken == 0
     assert metrics.totals.generated_tokens == 1
 
 
