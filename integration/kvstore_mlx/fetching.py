@@ -30,6 +30,8 @@ class Fetching:
 
     def whole(self, tokens: Sequence[int]) -> Restored | None:
         """The longest saved prefix, all of the tokens at most, whether it pays or not."""
+        if self.space is None:
+            return None
         best = longest(self._find(pack_tokens(tokens)))
         return None if best is None else self._read(best, len(tokens))
 
@@ -44,6 +46,8 @@ class Fetching:
         """
         if self.space is None:
             return None, {}
+        if self.writer is not None:
+            self.writer.prefilling()
         packed = pack_tokens(tokens)
         found = self._find(packed)
         best = longest(found)

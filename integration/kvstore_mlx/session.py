@@ -125,7 +125,12 @@ class Session:
         The prefill is cut where states are saved, the same with and without a directory: at chunk borders, at cuts
         (where a stable part of the prompt ends, say), and before the last token. An exact hit needs no forward pass.
         """
-        return self._turns.outcome(self._prefilling(list(tokens), cuts))
+        try:
+            return self._turns.outcome(self._prefilling(list(tokens), cuts))
+        finally:
+            # Whether it will be finished nobody knows.
+            if self._writer is not None:
+                self._writer.prefilled()
 
     def _prefilling(self, tokens: list[int], cuts: Sequence[int]) -> Generator[None, None, Run]:
         """The steps of a prefill: the restore, and each piece."""

@@ -157,6 +157,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         found = [find(form, prompt[:-TOKEN_BYTES], prefill_only=prefill_only) for form in space.usable]
         lookup_s = time.perf_counter() - started
         saved = {one.form: one.match.border for one in found}
+        self._writer.prefilling()
         for one in found:
             self._writer.asked(one.form, one.match)
         tier: Tier = "memory" if in_memory else "none"

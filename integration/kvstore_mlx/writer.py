@@ -121,7 +121,6 @@ class Writer:
 
     def asked(self, form: Form, match: Match) -> None:
         """Say that a request looked a prompt up, whatever it found; called on the engine's thread."""
-        self.prefilling()
         self._housekeeping.asked(form.namespace, match)
 
     def prepare(self, form: Form, tokens: bytes, size: int) -> None:
@@ -134,6 +133,11 @@ class Writer:
     def prefilling(self) -> None:
         """Say that the engine computes a prompt just now."""
         self._prefill_until = self._monotonic() + _PREFILL_S
+
+    def prefilled(self) -> None:
+        """Say that a prompt is computed for somebody who may make tokens of it, and will not say so."""
+        self._prefill_until = 0.0
+        self.stepped()
 
     def stepped(self) -> None:
         """Say that the engine made a token, and will make another one."""

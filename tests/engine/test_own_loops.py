@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
@@ -113,3 +115,18 @@ def test_without_a_directory_no_count_is_wanted():
         forward(model, run.caches, [7])
         cache.finish(run, [*tokens, 7])
         cache.publish([*tokens, 7], run.caches)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_prefill_that_is_never_finished_slows_no_writing_for_long(tmp_path, known):
+    """Found by review: it did for half a minute, also where nothing was left to compute."""
+    tokens = prompt_of(100)
+    if known:
+        with session_of(tmp_path / "cache", "llama") as cache:
+            cache.prefill(tokens)
+    with session_of(tmp_path / "cache", "llama") as cache:
+        writer = cache._writer
+        assert cache.prefill(tokens).cached_tokens == (len(tokens) if known else 0)
+        assert writer._share() < 1.0, "a first token may be chosen"
+        writer._monotonic = lambda: time.monotonic() + 2
+        assert writer._share() == 1.0
