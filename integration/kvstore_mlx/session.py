@@ -108,10 +108,9 @@ class Session:
     def restore(self, tokens: Sequence[int]) -> Restored | None:
         """Caches of the longest saved prefix, all of the tokens at most; None when nothing is saved.
 
-        With logits when the prefix is all of the tokens and logits were saved after them.
+        With logits when the prefix is all of the tokens and logits were saved after them. An extras hook is told what
+        was restored, or to begin anew, without a directory too.
         """
-        if self._store is None:
-            return None
         with self._turns.turn():
             restored = self._guard.tried(lambda: self._fetching.whole(tokens), None)
             self._guard.done(lambda: self._count(len(tokens), restored, None))

@@ -163,6 +163,15 @@ def test_a_hook_begins_anew_when_a_restore_fails(opened, wanted, monkeypatch):
         assert int(mx.argmax(run.logits)) == wanted[0]
 
 
+@pytest.mark.parametrize("directory", [True, False])
+def test_a_hook_begins_anew_when_nothing_is_restored(tmp_path, directory):
+    """Found by review: without a directory a loop of one's own went on from the prompt before."""
+    with session_of(tmp_path / "cache" if directory else None, "llama", extras=(hook := Counter())) as cache:
+        hook.told.clear()
+        assert cache.restore([5, 6, 7] * 30) is None
+        assert hook.told == [None]
+
+
 def lazy_elsewhere() -> mx.array:
     """Something that another thread has yet to compute."""
     made = []
