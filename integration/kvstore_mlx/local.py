@@ -181,7 +181,6 @@ class Cached:
 
     def close(self) -> None:
         """Write what is queued, and let the directory go."""
-        if not self._writer.close(DRAIN_S):
-            log.warning("kvstore: stopped before everything was written; what is missing will be computed again")
+        self._writer.close(DRAIN_S)
         self._metrics.close()
         self._store.close()

@@ -185,8 +185,7 @@ class RunningServer:
             if responses is not None:
                 responses.stop_and_join()
             self._tokens.close(JOIN_S)
-            if not self._writer.close(DRAIN_WRITES_S):
-                log.warning("kvstore: stopped before everything was written; what is missing will be computed again")
+            self._writer.close(DRAIN_WRITES_S)
             # What their clients still take of answers that were cut off is counted, too.
             self._requests.join(JOIN_S)
             self._metrics.close()

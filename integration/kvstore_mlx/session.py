@@ -77,18 +77,21 @@ class Session:
         self._saving = saving
         self._quantization = quantization
         self._extras = extras
-        self._writer = None if store is None else Writer(Housekeeping(store, budget, write_limit))
+        self._metrics: Metrics | None = None
+        self._writer: Writer | None = None
+        if store is not None:
+            self._metrics = Metrics(store)
+            self._let_go = partial(_let_go, self._metrics, store)
+            self._writer = Writer(Housekeeping(store, budget, write_limit), afterwards=self._let_go)
+            # For who drops it without close. Not at the interpreter's exit, which waits for no thread of this kind.
+            self._dropped = weakref.finalize(self, self._writer.leave)
+            self._dropped.atexit = False
         self._gate = None if space is None else Gate(space, saving.min_tokens)
-        self._metrics = None if store is None else Metrics(store)
         self._turns = Turns(model)
         self._guard = Guard()
         self._fetching = Fetching(space, self._writer, self._gate, saving, extras=extras is not None)
         phase = 0 if store is None else address_phase()
         self._recordings = Recordings(space, self._writer, self._gate, saving, extras, phase)
-        if self._writer is not None and self._metrics is not None and store is not None:
-            # For who drops it without close. Not at the interpreter's exit, which waits for no thread of this kind.
-            self._dropped = weakref.finalize(self, self._writer.leave, partial(_let_go, self._metrics, store))
-            self._dropped.atexit = False
 
     @property
     def plan(self) -> Plan:
@@ -347,7 +350,8 @@ class Session:
         return self._writer is None or self._writer.drain(timeout)
 
     def close(self, timeout: float = 60.0) -> None:
-        """Write what is queued, then let the directory go.
+        """Write what is queued, then let the directory go. What timeout seconds are not enough for is not saved, and a
+        warning says so.
 
         Answers of an event loop that are under way end after their step, as if there were no more tokens. What is
         queued of a session that is dropped instead is written in the background, unless the process ends before.
@@ -355,8 +359,8 @@ class Session:
         self._turns.close()
         if self._writer is not None:
             self._writer.close(timeout)
-        if self._metrics is not None and self._store is not None:
-            _let_go(self._metrics, self._store)
+            # Its thread does when it ends; but where it is not waited for any longer the process may end first.
+            self._let_go()
             self._dropped.detach()
 
     def __enter__(self) -> Self:

@@ -75,7 +75,8 @@ class Writer:
     """The background thread of one server and its queue.
 
     trouble: why the last thing that should have been saved was not; empty when it was. Whoever reaches the server may
-    read it, so it names no file. held: what recordings keep until the queue has room.
+    read it, so it names no file. held: what recordings keep until the queue has room. afterwards: called by the thread
+    when it ends, however late that is.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Writer:
         housekeeping: Housekeeping,
         max_queued: int = MAX_QUEUED_BYTES,
         monotonic: Callable[[], float] = time.monotonic,
+        afterwards: Callable[[], None] = lambda: None,
     ) -> None:
         self._housekeeping = housekeeping
         self._pace = housekeeping.pace
@@ -98,7 +100,7 @@ class Writer:
         self._queued = 0
         self._closing = self._given_up = False
         self._busy = False
-        self._afterwards: Callable[[], None] = lambda: None
+        self._afterwards = afterwards
         self._changed = threading.Condition()
         self._warned = Seldom(_WARN_EVERY_S, monotonic)
         self.trouble = ""
@@ -212,18 +214,21 @@ class Writer:
                 self._hurried.discard(me)
 
     def close(self, timeout: float) -> bool:
-        """Write what is queued, then end the thread; False when timeout seconds were not enough. It then ends after the
-        node under way, and waits for no other process's collection.
+        """Write what is queued, then end the thread; False, and a warning, when timeout seconds were not enough. The
+        thread then ends after the node under way, and waits for no other process's collection.
         """
         done = self.drain(timeout)
         left: list[Job] = []
         with self._changed:
             self._closing = True
+            warn = not (done or self._given_up)
             if not done:
                 self._given_up = True
                 left += self._queue
                 self._queue.clear()
             self._changed.notify_all()
+        if warn:
+            log.warning("kvstore: stopped before everything was written; what is missing will be computed again")
         if not done:
             self._housekeeping.end()
         left.clear()  # Their memory, which nobody who wants the lock should wait for.
@@ -231,16 +236,15 @@ class Writer:
         self._pool.trim()
         return done
 
-    def leave(self, afterwards: Callable[[], None]) -> None:
-        """Close without waiting, and call this when all is written. For a finalizer: whatever its thread holds, a lock
-        of threading's too, it waits for nothing.
+    def leave(self) -> None:
+        """Close without waiting. For a finalizer: whatever its thread holds, a lock of threading's too, it waits for
+        nothing.
         """
         with suppress(RuntimeError):  # Threads can no longer be started, and the process ends.
-            _thread.start_new_thread(self._leave, (afterwards,))
+            _thread.start_new_thread(self._leave, ())
 
-    def _leave(self, afterwards: Callable[[], None]) -> None:
+    def _leave(self) -> None:
         with self._changed:
-            self._afterwards = afterwards
             self._closing = True
             self._changed.notify_all()
 

@@ -18,6 +18,7 @@ from model_support import make_family
 from session_support import PROMPT, opener
 
 import kvstore_mlx.writer
+from kvstore import Namespace
 from kvstore_mlx.recording import Recording
 from kvstore_mlx.turns import Taking
 
@@ -363,12 +364,35 @@ def test_a_session_that_is_dropped_writes_what_is_queued_and_lets_go(opened, tmp
 
 def test_a_closed_session_is_dropped_without_a_word(opened):
     with opened() as cache:
-        left = []
-        cache._writer.leave = lambda *_: left.append(1)
+        dropped = cache._dropped
         cache.prefill(cache.tokens_of(PROMPT))
+        assert dropped.alive
     cache.close()
-    del cache
-    assert left == []
+    assert not dropped.alive
+
+
+def test_a_session_whose_close_gives_up_leaves_nothing_when_its_node_is_written(opened, tmp_path, monkeypatch, caplog):
+    """Found by review: what was written after the store was closed made a staging folder that nobody removed."""
+    begun, go_on, publish = threading.Event(), threading.Event(), Namespace.publish
+
+    def slow(*args):
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        return publish(*args)
+
+    before = writers()
+    with opened() as cache:
+        monkeypatch.setattr(Namespace, "publish", slow)
+        cache.prefill(cache.tokens_of(PROMPT))
+        assert begun.wait(WAIT_S)
+        cache.close(0)
+        cache.close(0)
+        go_on.set()
+        eventually(lambda: writers() == before)
+        assert staging(tmp_path) == []
+    assert [each.message for each in caplog.records if each.levelname == "WARNING"] == [
+        "kvstore: stopped before everything was written; what is missing will be computed again"
+    ]
 
 
 @pytest.mark.parametrize("dropped", [True, False])

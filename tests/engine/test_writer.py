@@ -419,11 +419,15 @@ class TestClosed:
 
     def test_left_it_ends_in_its_own_time(self, store, form):
         """By a finalizer, within any lock."""
-        writer = Writer(Housekeeping(store, 1 << 30), max_queued=8 * MIB)
         seen = []
+        writer = Writer(
+            Housekeeping(store, 1 << 30),
+            max_queued=8 * MIB,
+            afterwards=lambda: seen.append((writer.queued, writer._pool.resident)),
+        )
         with writer._changed:
             assert writer.offer(job_of(writer, form, 0, 20))
-            writer.leave(lambda: seen.append((writer.queued, writer._pool.resident)))
+            writer.leave()
             assert seen == []
         writer._thread.join(10)
         assert seen == [(0, 0)]
