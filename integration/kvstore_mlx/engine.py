@@ -168,14 +168,14 @@ def recording_stream_generate(
     """
 
     def wrapped(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        recording = tier.take_recording()
+        recording, caches = tier.take_recording(), kwargs["prompt_cache"]
         if recording is None:
             if kwargs.get("logits_processors"):
                 _show(kwargs, tier.reused)
-            return generate(*args, **kwargs)  # type: ignore[no-any-return]  # mlx-lm ships no types
-        caches = kwargs["prompt_cache"]
-        tier.expect(caches, recording)
-        responses = _Single(recording, quantization, tier.prefilled).responses(generate, *args, **kwargs)
+            responses = generate(*args, **kwargs)
+        else:
+            tier.expect(caches, recording)
+            responses = _Single(recording, quantization, tier.prefilled).responses(generate, *args, **kwargs)
         return _or_else(responses, lambda: tier.give_up(caches))
 
     return wrapped

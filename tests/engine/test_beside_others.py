@@ -85,18 +85,19 @@ def test_where_padding_is_cannot_be_told_nothing_is_saved(batch, monkeypatch, ca
     assert [tier._from_memory(KEY, [*tokens, 7])[0] for tokens in (short, long)] == [None, None], "nor is it kept"
 
 
-def test_a_request_that_fails_lets_its_caches_go(batch):
+@pytest.mark.parametrize("prompt", [SHORT, SHORT[:20]], ids=["saved", "too short to be saved"])
+def test_a_request_that_fails_lets_its_caches_go(batch, prompt):
     _, tier, writer = batch
 
     def failing(*_args, **_kwargs):
         raise RuntimeError("the engine failed")
         yield
 
-    tier.fetch_nearest_cache(KEY, SHORT)
+    tier.fetch_nearest_cache(KEY, prompt)
     responses = recording_stream_generate(failing, tier, None)(
-        model=model_of("llama"), prompt=SHORT, prompt_cache=build("llama").make_cache(), stream=None
+        model=model_of("llama"), prompt=prompt, prompt_cache=build("llama").make_cache(), stream=None
     )
-    assert tier._finishing
+    assert bool(tier._finishing) == (prompt is SHORT)
     assert writer._share() < 1.0
     with pytest.raises(RuntimeError, match="the engine failed"):
         next(responses)
