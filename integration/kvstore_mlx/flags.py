@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from kvstore.directory import MIN_INTERVAL
 from kvstore.errors import KVStoreError
@@ -59,104 +60,13 @@ class CacheArguments:
         group = parser.add_argument_group(
             "KV cache directory (kvstore)", f"Without --kv-cache-dir this is exactly {engine}."
         )
-        group.add_argument(
-            "--kv-cache-dir",
-            dest="kv_cache_directory",
-            metavar="DIR",
-            nargs="?",
-            const="",
-            help="Keep computed prompts in this directory and restore them after a restart (created if missing); "
-            "without DIR: in $KVSTORE_DIR, or else in kvstore/kv among your caches",
-        )
-        group.add_argument(
-            "--kv-cache-size",
-            metavar="SIZE",
-            type=_size,
-            help=f"Budget of the directory, least recently used prompts go first (default: {DEFAULT_SIZE})",
-        )
-        group.add_argument(
-            "--kv-cache-interval",
-            metavar="TOKENS",
-            type=_interval,
-            help=f"Tokens per chunk, fixed when the directory is created (default: {DEFAULT_INTERVAL})",
-        )
-        group.add_argument(
-            "--kv-cache-durability",
-            metavar="MODE",
-            type=_durability,
-            choices=tuple(Durability),
-            help="What survives power loss: none (what the system wrote so far), barrier (all that was published, but "
-            "maybe not the last seconds) or full (all of it) (default: barrier)",
-        )
-        group.add_argument(
-            "--kv-cache-shared",
-            action="store_const",
-            const=True,
-            help="When creating the directory, let its permissions follow the umask instead of being yours alone",
-        )
-        group.add_argument(
-            "--kv-cache-strict",
-            action="store_const",
-            const=True,
-            help="Share saved prompts only with processes on the same kind of device and with the same "
-            "--prefill-step-size, so that a restored prompt has every bit it had",
-        )
-        group.add_argument(
-            "--kv-cache-states",
-            metavar="N",
-            type=_count,
-            help="For models with recurrent layers or sliding windows: save a state to resume from at every N-th "
-            "chunk, beside those at the end of each prompt and answer; 0 saves only the latter (default: 1)",
-        )
-        group.add_argument(
-            "--kv-cache-exact",
-            action="store_const",
-            const=True,
-            help="Reuse and save only what a prefill computed, not what was decoded, whose last bits can differ",
-        )
-        group.add_argument(
-            "--kv-cache-min-tokens",
-            metavar="N",
-            type=_min_tokens,
-            help="Neither save nor restore fewer tokens than this; auto measures what is cheaper to compute than to "
-            "read (default: auto)",
-        )
-        group.add_argument(
-            "--kv-cache-write-limit",
-            metavar="SIZE",
-            type=_limit,
-            help="Write at most so much in any hour, to spare the disk, such as 50GiB; counted from the start of this "
-            "process (default: no limit)",
-        )
-        group.add_argument(
-            "--kv-cache-explain",
-            action="store_const",
-            const=True,
-            help="Log where a prompt differs from the nearest saved one, with both texts around it",
-        )
+        for name, settings in _FLAGS.items():
+            group.add_argument(name, **settings)
         if engine == "mlx_lm.server":
-            group.add_argument(
-                "--kv-cache-report",
-                action="store_const",
-                const=True,
-                help="Add a kv_cache object to each response, and to the last event of each stream: what was reused, "
-                "from where, what was written, and how long it took",
-            )
-        salt = group.add_mutually_exclusive_group()
-        salt.add_argument(
-            "--kv-cache-salt",
-            metavar="TEXT",
-            type=_salt,
-            help="A secret of your own: prompts are shared only with processes that have the same one. It shows in "
-            f"the list of processes; a file or ${SALT_VARIABLE} does not",
-        )
-        salt.add_argument(
-            "--kv-cache-salt-file",
-            dest="kv_cache_salt",
-            metavar="FILE",
-            type=_salt_file,
-            help="The same, read from a file; a line's end at its end does not count",
-        )
+            group.add_argument("--kv-cache-report", **_REPORT)
+        salts = group.add_mutually_exclusive_group()
+        for name, settings in _SALTS.items():
+            salts.add_argument(name, **settings)
 
     @staticmethod
     def take_from(arguments: argparse.Namespace) -> CacheArguments:
@@ -248,3 +158,84 @@ def _durability(text: str) -> Durability:
         return Durability(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(Durability)}") from None
+
+
+_ON: dict[str, Any] = {"action": "store_const", "const": True}
+
+_FLAGS: dict[str, dict[str, Any]] = {
+    "--kv-cache-dir": {
+        "dest": "kv_cache_directory",
+        "metavar": "DIR",
+        "nargs": "?",
+        "const": "",
+        "help": "Keep computed prompts in this directory and restore them after a restart (created if missing); "
+        "without DIR: in $KVSTORE_DIR, or else in kvstore/kv among your caches",
+    },
+    "--kv-cache-size": {
+        "metavar": "SIZE",
+        "type": _size,
+        "help": f"Budget of the directory, least recently used prompts go first (default: {DEFAULT_SIZE})",
+    },
+    "--kv-cache-interval": {
+        "metavar": "TOKENS",
+        "type": _interval,
+        "help": f"Tokens per chunk, fixed when the directory is created (default: {DEFAULT_INTERVAL})",
+    },
+    "--kv-cache-durability": {
+        "metavar": "MODE",
+        "type": _durability,
+        "choices": tuple(Durability),
+        "help": "What survives power loss: none (what the system wrote so far), barrier (all that was published, but "
+        "maybe not the last seconds) or full (all of it) (default: barrier)",
+    },
+    "--kv-cache-shared": _ON
+    | {"help": "When creating the directory, let its permissions follow the umask instead of being yours alone"},
+    "--kv-cache-strict": _ON
+    | {
+        "help": "Share saved prompts only with processes on the same kind of device and with the same "
+        "--prefill-step-size, so that a restored prompt has every bit it had",
+    },
+    "--kv-cache-states": {
+        "metavar": "N",
+        "type": _count,
+        "help": "For models with recurrent layers or sliding windows: save a state to resume from at every N-th "
+        "chunk, beside those at the end of each prompt and answer; 0 saves only the latter (default: 1)",
+    },
+    "--kv-cache-exact": _ON
+    | {"help": "Reuse and save only what a prefill computed, not what was decoded, whose last bits can differ"},
+    "--kv-cache-min-tokens": {
+        "metavar": "N",
+        "type": _min_tokens,
+        "help": "Neither save nor restore fewer tokens than this; auto measures what is cheaper to compute than to "
+        "read (default: auto)",
+    },
+    "--kv-cache-write-limit": {
+        "metavar": "SIZE",
+        "type": _limit,
+        "help": "Write at most so much in any hour, to spare the disk, such as 50GiB; counted from the start of this "
+        "process (default: no limit)",
+    },
+    "--kv-cache-explain": _ON
+    | {"help": "Log where a prompt differs from the nearest saved one, with both texts around it"},
+}
+
+_REPORT = _ON | {
+    "help": "Add a kv_cache object to each response, and to the last event of each stream: what was reused, "
+    "from where, what was written, and how long it took",
+}
+"""Only a server has responses."""
+
+_SALTS: dict[str, dict[str, Any]] = {
+    "--kv-cache-salt": {
+        "metavar": "TEXT",
+        "type": _salt,
+        "help": "A secret of your own: prompts are shared only with processes that have the same one. It shows in "
+        f"the list of processes; a file or ${SALT_VARIABLE} does not",
+    },
+    "--kv-cache-salt-file": {
+        "dest": "kv_cache_salt",
+        "metavar": "FILE",
+        "type": _salt_file,
+        "help": "The same, read from a file; a line's end at its end does not count",
+    },
+}
