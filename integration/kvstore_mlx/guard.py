@@ -11,6 +11,7 @@ from typing import TypeVar
 from kvstore.errors import KVStoreError, TokenError
 from kvstore_mlx.live import HookError
 from kvstore_mlx.seldom import Seldom
+from kvstore_mlx.trouble import in_words
 
 __all__ = ["Guard"]
 
@@ -44,7 +45,7 @@ class Guard:
                 log.error("kvstore: an answer goes on without the cache: %s", error, exc_info=error.__cause__)
         except (KVStoreError, MemoryError, OSError, ValueError) as error:
             if self._counted(error):
-                log.warning("kvstore: an answer goes on without the cache: %s", str(error) or type(error).__name__)
+                log.warning("kvstore: an answer goes on without the cache: %s", in_words(error))
         except Exception as error:
             if self._counted(error):
                 log.exception("kvstore: an answer goes on without the cache, and this is a bug in kvstore; report it")
