@@ -386,12 +386,7 @@ class Session:
         recording = run.recording
         if recording is None or done >= len(run.tokens):
             return
-
-        def save() -> None:
-            if recording.wants(done):
-                recording.reached(run.caches, None, done)
-
-        self._save(run, save)
+        self._save(run, lambda: recording.reached(run.caches, None, done) if recording.wants(done) else None)
 
 
 def _let_go(metrics: Metrics, store: Store) -> None:
