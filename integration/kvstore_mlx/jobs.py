@@ -29,7 +29,7 @@ class Boundary:
 
 @dataclass
 class Job:
-    """Spans and states of one prompt to be published, in order. on_failure runs on the writer thread when one is not.
+    """Spans and states of one prompt to be published, in order.
 
     loans: the memory that a span's data lie in, by its first token, where they lie in the writer's pool. on_written is
     told on the writer thread of each item that was: new tokens, bytes, seconds. fate: shared by all jobs of the prompt.
@@ -38,7 +38,6 @@ class Job:
     form: Form
     tokens: bytes
     items: list[Span | Boundary]
-    on_failure: Callable[[], None] = field(default=lambda: None)
     loans: dict[int, Loan] = field(default_factory=dict)
     on_written: Callable[[int, int, float], None] | None = None
     fate: Fate = field(default_factory=Fate)

@@ -8,7 +8,6 @@ need one it copies the boundary state as well, at the moment when the caches hol
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -73,10 +72,8 @@ class Recording:
         self._saved = dict(saved)
         self._boundaries = {end for end in boundaries if end > known}
         self._held: dict[int, tuple[Form, State]] = {}
+        self._over = prefill_only and decoded
         # Jobs know no more of a recording than this: what it holds goes with it, whatever is still queued.
-        self._lost = threading.Event()
-        if prefill_only and decoded:
-            self._lost.set()
         self._fate = Fate()
         self.on_written: Callable[[int, int, float], None] | None = None
         self._prompt_due = any(self._prompt_end > end for end in self._saved.values()) or bool(self._boundaries)
@@ -103,8 +100,10 @@ class Recording:
 
     @property
     def _failed(self) -> bool:
-        """Whether the store lacks what this recording believes saved: it stops, and the next request's lookup tells."""
-        return self._lost.is_set()
+        """Whether nothing more is saved, because it would be refused, or because the store lacks what this recording
+        believes saved. The next request's lookup tells.
+        """
+        return self._over or self._fate.broken
 
     @property
     def prompt_due(self) -> bool:
@@ -199,7 +198,7 @@ class Recording:
         items.sort(key=lambda item: (item.end, isinstance(item, Boundary)))
         if items:
             last = max(item.end for item in items)
-            job = Job(form, self._until(last), items, self._lost.set, loans, self.on_written, self._fate)
+            job = Job(form, self._until(last), items, loans, self.on_written, self._fate)
             if self._writer.offer(job):
                 self._saved[form] = max(first, end)
                 for at in ready:
@@ -230,7 +229,7 @@ class Recording:
             data: list[Any] = []
             size = sum(spec.span_bytes(end - begin) for spec in rows.specs)
             if self._writer.refuses(form, self._until(end), size, self._fate):
-                self._lost.set()
+                self._over = True
                 break
             if rows.specs:
                 loan = self._writer.lend(size)

@@ -298,9 +298,7 @@ class Writer:
 
     def _write(self, job: Job) -> None:
         # What comes after a part that was not written would not be either, and others might have to go for it.
-        if job.fate.broken or not self._whole(job):
-            job.fate.broken = True
-            job.on_failure()
+        job.fate.broken = job.fate.broken or not self._whole(job)
 
     def _whole(self, job: Job) -> bool:
         """Whether all of a job was published."""

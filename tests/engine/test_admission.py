@@ -108,24 +108,23 @@ def test_of_two_samples_of_one_prompt_the_second_is_not_refused_what_the_first_s
 def test_a_state_that_is_there_already_needs_no_room_and_another_does(store, form):
     house = Housekeeping(store, usage(store.context) + 5 * CHUNK)
     writer = Writer(house)
-    failed = []
 
-    def offer(first: int, *, state: bool) -> None:
+    def saved(first: int, *, state: bool) -> bool:
         live = FakeLive(INTERVAL, BIG)
         items: list[Span | Boundary] = [Span(0, INTERVAL, BIG, live.copy(0, INTERVAL))]
         items += [Boundary(INTERVAL, live.state(decode=False))] if state else []
         tokens = pack_tokens(range(first, first + INTERVAL))
-        assert writer.offer(Job(form, tokens, items, lambda: failed.append(first)))
+        job = Job(form, tokens, items)
+        assert writer.offer(job)
         assert writer.drain(30)
+        return not job.fate.broken
 
-    offer(1, state=True)
-    offer(1001, state=False)
+    assert saved(1, state=True)
+    assert saved(1001, state=False)
     house._budget = house.used
-    offer(1, state=True)
-    assert not failed
+    assert saved(1, state=True)
     assert house.refused == {}
-    offer(1001, state=True)
-    assert failed == [1001]
+    assert not saved(1001, state=True)
     assert writer.close(30)
 
 

@@ -38,9 +38,9 @@ def with_tensor(dtype: str, data: np.ndarray) -> Boundary:
     return Boundary(100, State(tensors, [data.view(np.uint8).reshape(-1)]))
 
 
-def job(form: Form, *items, failed: list | None = None) -> Job:
+def job(form: Form, *items) -> Job:
     tokens = pack_tokens(TOKENS[: max(item.end for item in items)])
-    return Job(form, tokens, list(items), lambda: None if failed is None else failed.append(1))
+    return Job(form, tokens, list(items))
 
 
 def test_spans_and_states_in_order(form, writer):
@@ -51,10 +51,10 @@ def test_spans_and_states_in_order(form, writer):
 
 
 def test_a_state_without_its_rows_is_not_written(form, writer, caplog):
-    failed: list[int] = []
-    assert writer.offer(job(form, boundary(100), failed=failed))
+    alone = job(form, boundary(100))
+    assert writer.offer(alone)
     assert writer.drain(10)
-    assert failed == [1]
+    assert alone.fate.broken
     assert form.namespace.lookup(TOKENS, trimmable=False).count == 0
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
@@ -70,11 +70,11 @@ def test_a_state_without_its_rows_is_not_written(form, writer, caplog):
     ids=["NaN", "infinity", "half", "bfloat16"],
 )
 def test_nan_in_a_state_is_not_saved(form, writer, caplog, bad):
-    failed: list[int] = []
-    assert writer.offer(job(form, span(0, 100), bad, span(100, 128), failed=failed))
+    whole = job(form, span(0, 100), bad, span(100, 128))
+    assert writer.offer(whole)
     assert writer.drain(10)
     assert "NaN or infinity" in caplog.text
-    assert failed == [1]
+    assert whole.fate.broken
     # What came before is there; what came after would have been computed from it.
     assert form.namespace.lookup(TOKENS).count == 100
     assert form.namespace.lookup(TOKENS, trimmable=False).count == 0
@@ -173,11 +173,11 @@ class TestVerification:
     def test_the_other_form_goes_on(self, form, store, writer, monkeypatch):
         other = Form(fake_plan(), store.namespace(NamespaceInfo({"model": "other"})))
         form.trouble = "the disk lies"
-        failed: list[int] = []
-        assert writer.offer(job(form, span(0, 100), failed=failed))
+        refused = job(form, span(0, 100))
+        assert writer.offer(refused)
         assert writer.offer(job(other, span(0, 100)))
         assert writer.drain(10)
-        assert failed == [1]
+        assert refused.fate.broken
         assert (form.namespace.lookup(TOKENS).count, other.namespace.lookup(TOKENS).count) == (0, 100)
 
     def test_once_a_namespace(self, form, store, writer, monkeypatch):

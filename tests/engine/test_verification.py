@@ -107,16 +107,17 @@ def test_a_server_stops_caching_when_its_disk_lies(store, form, monkeypatch, cap
         return published
 
     monkeypatch.setattr(form.namespace, "publish", lying)
-    failed = []
     items = [span(0, INTERVAL), Boundary(INTERVAL, state)]
-    assert writer.offer(Job(form, TOKENS[: 4 * INTERVAL], items, lambda: failed.append(1)))
+    job = Job(form, TOKENS[: 4 * INTERVAL], items)
+    assert writer.offer(job)
     assert writer.drain(10)
-    assert failed == [1]
+    assert job.fate.broken
     assert "reads back as other bytes" in form.trouble
     assert caplog.text.count("caching is off for this model") == 1
-    assert writer.offer(Job(form, TOKENS[: 8 * INTERVAL], [span(INTERVAL, 2 * INTERVAL)], lambda: failed.append(2)))
+    job = Job(form, TOKENS[: 8 * INTERVAL], [span(INTERVAL, 2 * INTERVAL)])
+    assert writer.offer(job)
     assert writer.close(10)
-    assert failed == [1, 2]
+    assert job.fate.broken
     assert form.namespace.lookup(TOKENS).count == INTERVAL
 
 
@@ -165,8 +166,10 @@ def test_a_node_that_another_process_published_first_is_no_lie_of_the_disk(store
         monkeypatch.setattr(publish_module, "put_node", late)
         writer = Writer(Housekeeping(store, 1 << 30))
         item = span(0, INTERVAL) if kind == "span" else Boundary(INTERVAL, ours)
-        assert writer.offer(Job(form, tokens, [item], lambda: pytest.fail("it is saved, by another one")))
+        job = Job(form, tokens, [item])
+        assert writer.offer(job)
         assert writer.close(10)
+    assert not job.fate.broken, "it is saved, by another one"
     assert form.trouble == ""
     assert store.counters.written_bytes > 0, "a block was written, for nothing"
 

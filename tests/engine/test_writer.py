@@ -156,13 +156,11 @@ def test_a_bug_is_said_once_a_minute_with_where_it_was_and_in_the_health(writer,
         raise ZeroDivisionError("in the writer")
 
     monkeypatch.setattr(form.namespace, "publish", publish)
-    failed = []
     for _ in range(3):
         job = job_of(writer, form, 0, 20)
-        job.on_failure = lambda: failed.append(1)
         assert writer.offer(job)
         assert writer.drain(30)
-    assert len(failed) == 3
+        assert job.fate.broken
     assert writer.trouble == "not saved, and this is a bug in kvstore; please report it"
     [said] = [record for record in caplog.records if record.levelname == "ERROR"]
     assert said.exc_info[0] is ZeroDivisionError
@@ -214,10 +212,10 @@ WIDE = (TensorSpec("0.keys", "U8", 1, (2048,)),)
 CHUNK = 32 * 2048
 
 
-def wide_job(form, seed: int, on_failure=lambda: None) -> Job:
+def wide_job(form, seed: int) -> Job:
     """One chunk of another prompt."""
     tokens = pack_tokens(prompt(32, seed))
-    return Job(form, tokens, [Span(0, 32, WIDE, [tokens * (CHUNK // len(tokens))])], on_failure)
+    return Job(form, tokens, [Span(0, 32, WIDE, [tokens * (CHUNK // len(tokens))])])
 
 
 @pytest.mark.parametrize("kept", [Refusal.LIMIT, Refusal.FAILED])
@@ -231,13 +229,13 @@ def test_what_failed_publishes_leave_behind_is_written_and_used(store, form, mon
     limited = kept is Refusal.LIMIT
     house = Housekeeping(store, 1 << 30 if limited else usage(store.context) + most, most if limited else None)
     writer = Writer(house)
-    failed = []
     with publish_lock(store.context.layout):
         for seed in range(40):
-            assert writer.offer(wide_job(form, seed, lambda: failed.append(1)))
+            job = wide_job(form, seed)
+            assert writer.offer(job)
             assert writer.drain(30)
+            assert job.fate.broken
     assert writer.close(10)
-    assert len(failed) == 40
     lying = len([path for path in store.context.layout.blocks.rglob("*") if path.is_file()])
     assert 5 * CHUNK <= lying * CHUNK <= most
     assert kept in house.refused
@@ -277,12 +275,12 @@ def test_a_refused_job_gives_its_memory_back(writer, form):
 
 
 def test_a_job_that_fails_gives_its_memory_back(writer, form):
-    failed = []
     # Its parent is not there.
-    assert writer.offer(job_of(writer, form, 32, 50, 64, on_failure=lambda: failed.append(True)))
+    job = job_of(writer, form, 32, 50, 64)
+    assert writer.offer(job)
     assert writer.drain(30)
     assert eventually(lambda: writer._pool.lent == 0)
-    assert failed == [True]
+    assert job.fate.broken
 
 
 def test_a_full_queue_lends_nothing(writer):
@@ -348,7 +346,7 @@ def test_memory_goes_back_to_the_system_when_nothing_happens(store, monkeypatch)
 
 def test_a_close_that_nobody_waits_for_ends_after_the_node_under_way(writer, form, monkeypatch):
     """What is written when the store is closed would leave a staging folder that nobody removes."""
-    begun, go, failed = threading.Event(), threading.Event(), []
+    begun, go = threading.Event(), threading.Event()
     publish = form.namespace.publish
 
     def slow(*args):
@@ -357,13 +355,14 @@ def test_a_close_that_nobody_waits_for_ends_after_the_node_under_way(writer, for
         return publish(*args)
 
     monkeypatch.setattr(form.namespace, "publish", slow)
-    assert writer.offer(job_of(writer, form, 0, 20, 32, 50, on_failure=lambda: failed.append(1)))
+    job = job_of(writer, form, 0, 20, 32, 50)
+    assert writer.offer(job)
     assert begun.wait(30)
     assert not writer.close(0)
     go.set()
     assert eventually(lambda: not writer._thread.is_alive())
     assert form.namespace.lookup(TOKENS).count == 20
-    assert failed == [1]
+    assert job.fate.broken
     assert writer._pool.lent == 0
 
 

@@ -30,7 +30,7 @@ def rows(spec, first: int, end: int) -> bytes:
     )
 
 
-def job_of(writer, form, *borders, on_failure=lambda: None) -> Job:
+def job_of(writer, form, *borders) -> Job:
     """Spans between borders, copied into the writer's memory."""
     items, loans = [], {}
     for first, end in pairwise(borders):
@@ -40,7 +40,7 @@ def job_of(writer, form, *borders, on_failure=lambda: None) -> Job:
             parts.append(loans[first].take(spec.span_bytes(end - first)))
             parts[-1][:] = rows(spec, first, end)
         items.append(Span(first, end - first, SPECS, parts))
-    return Job(form, pack_tokens(TOKENS[: borders[-1]]), items, on_failure, loans)
+    return Job(form, pack_tokens(TOKENS[: borders[-1]]), items, loans)
 
 
 def eventually(condition) -> bool:
