@@ -4,7 +4,8 @@ One process decodes with a small model, again and again from the same prompt on.
 a chunk of an 8B model's KV meanwhile, at the pace it has beside an engine at work, or, to compare, at full speed; or it
 collects a directory of many nodes that is a twentieth over its budget. Tokens are made alone before and after each of
 these, and what a ratio is over is the mean of both, because a machine's speed drifts. Only tokens that were made while
-the publish ran count.
+the publish ran count. A publish at the writer's pace takes long enough to be held again and again: a quarter of a
+second with it and one without take turns, and what its ratio is over are the tokens of the latter.
 
 Before a publish the generation thread copies the chunk out of MLX arrays of that size, as an engine's buffers are, into
 memory that the writer made ready as it does while a prompt is computed. One token waits for that copy: this pause is
@@ -25,7 +26,7 @@ from typing import Any
 import bench_decode_gc
 from bench_breakeven import MODELS, blas_environment, model_folder
 from bench_child import run_child
-from bench_decoder import Decoder
+from bench_decoder import Decoder, Gate, Speed
 from bench_kv import INFO, Payload, Shape, add_shape, prompt, shape_named, shape_of
 from bench_machine import BenchError, OtherWork, conditions, data_folder, need_disk, need_memory
 from bench_plot import Panel
@@ -137,6 +138,7 @@ class _Server:
     form: Any
     rows: Any
     size: int
+    gate: Gate
 
     def make_ready(self) -> None:
         """Let the writer touch the memory for the next copy."""
@@ -164,6 +166,19 @@ class _Server:
         return time.perf_counter() - started
 
 
+class _Files(FileSystem):
+    """Files that are not synced while the work is held."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__(Durability.BARRIER)
+        self._gate = gate
+
+    def sync_file(self, fd: int) -> None:
+        """Wait, if held, and sync."""
+        self._gate.wait()
+        super().sync_file(fd)
+
+
 def child(job: Mapping[str, Any]) -> dict[str, Any]:
     """Decode while publishing, in turns of both ways, and alone before, between and after."""
     from kvstore_mlx.forms import Form  # noqa: PLC0415 - imports the engine
@@ -176,13 +191,15 @@ def child(job: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, dict[str, list[float]]] = {
         way: {name: [] for name in ("alone", "publishing", "publish", "pause", "steps")} for way in _WAYS
     }
-    with Store.open(job["store"], interval=job["count"], fs=FileSystem(Durability.BARRIER)) as store:
+    gate = Gate()
+    with Store.open(job["store"], interval=job["count"], fs=_Files(gate)) as store:
+        store.context.pace._sleep = gate.sleep  # noqa: SLF001 - nobody else has to hold a writer
         layout = store.context.layout
         for folder in FANOUT:
             (layout.blocks / folder).mkdir()
         plan: Any = SimpleNamespace(stateful=False, token_bytes=shape.token_bytes)
         writer = Writer(Housekeeping(store, 1 << 50))
-        server = _Server(writer, Form(plan, store.namespace(INFO)), rows, shape.token_bytes * job["count"])
+        server = _Server(writer, Form(plan, store.namespace(INFO)), rows, shape.token_bytes * job["count"], gate)
         number = 0
         for turn in range(-_WARM_UP, job["rounds"]):
             server.make_ready()
@@ -203,7 +220,7 @@ def child(job: Mapping[str, Any]) -> dict[str, Any]:
                 else:
                     raise BenchError("not one token came while the chunk was published; publish a larger --count")
                 if turn >= 0:
-                    for name, value in {**values, "alone": (before + after) / 2}.items():
+                    for name, value in {"alone": (before + after) / 2, **values}.items():
                         found[way][name].append(value)
                 before = after
         writer.close(60)
@@ -237,15 +254,19 @@ def _turn(decoder: Decoder, server: _Server, number: int, *, paced: bool) -> dic
         pause = server.publish(number)
         started = time.perf_counter()
 
-    steps, spent = decoder.speed(lambda: writer.queued > 0, writer.stepped if paced else lambda: None, begun)
-    published = time.perf_counter() - started
+    if paced:
+        beside, alone = decoder.beside(server.gate, lambda: writer.queued > 0, writer.stepped, begun)
+    else:
+        beside, alone = decoder.speed(lambda: writer.queued > 0, begun=begun), Speed(0, 0.0)
+    published = time.perf_counter() - started - alone.seconds
     writer.idle()
     writer.drain(_READY_S)
     if writer.trouble:
         raise BenchError(f"the chunk was not published: {writer.trouble}")
-    if not steps:
+    if not beside.steps:
         return None
-    return {"publishing": steps / spent, "publish": published, "pause": pause, "steps": steps}
+    found = {"publishing": beside.a_second(), "publish": published, "pause": pause, "steps": beside.steps}
+    return {**found, "alone": alone.a_second()} if alone.steps else found
 
 
 def tables(document: dict[str, Any]) -> list[Any]:

@@ -40,9 +40,9 @@ MAX_QUEUED_BYTES = 1 << 30
 """Copies that wait to be written. A chunk of an 8B model is 288 MiB, so three of them."""
 
 BUSY_SHARE = 0.015
-"""The part of its time that the thread works while the engine makes tokens: a chunk of an 8B model is then some ten
-seconds on its way, and costs the tokens of these a few hundredths; at full speed it would cost a third of the tokens of
-a fraction of a second (`bench decode` measures both)."""
+"""The part of its time that the thread works while the engine makes tokens: a chunk of an 8B model is then some five
+seconds on its way, and costs one or two hundredths of their tokens; at full speed it would cost a third of the tokens
+of a fraction of a second (`bench decode` measures both)."""
 
 PREFILL_SHARE = 0.1
 """The same during a prefill, which such a chunk delays by the same in all, fast or slow: what counts is that the copies

@@ -54,36 +54,36 @@ def test_slices_are_the_same_bytes():
     assert list(slices(b"")) == []
 
 
-@pytest.mark.parametrize(("share", "rest"), [(1.0, 0.0), (0.5, 0.01), (0.2, 0.04), (0.01, 0.05)])
+@pytest.mark.parametrize(("share", "rest"), [(1.0, 0.0), (0.5, 0.01), (0.2, 0.04), (0.01, 0.15)])
 def test_rests_are_in_proportion_to_work(monkeypatch, share, rest):
     clock = Clock(monkeypatch, 0.01)
     batches = list(paced(clock, lambda: share).batches([bytes(3 * SLICE)]))
     assert len(batches) == 3
     assert sum(clock.slept) == pytest.approx(2 * rest), "between two slices, and not behind the last"
-    assert max(clock.slept, default=0.0) <= 0.02, "it looks up again soon"
+    assert max(clock.slept, default=0.0) <= 0.05, "it looks up again soon"
 
 
 def test_what_is_done_at_once_is_no_reason_to_rest(monkeypatch):
     clock = Clock(monkeypatch, 0.00001)
     rest = paced(clock, lambda: 0.01).resting()
-    for _ in range(15):
+    for _ in range(145):
         rest()
     assert clock.slept == []
-    for _ in range(15):
+    for _ in range(10):
         rest()
-    assert sum(clock.slept) == pytest.approx(99 * 0.0002, rel=0.2), "but many of them are"
+    assert sum(clock.slept) == pytest.approx(99 * 0.0015, rel=0.05), "but many of them are"
 
 
 def test_a_rest_ends_when_it_is_no_longer_wanted(monkeypatch):
     clock = Clock(monkeypatch, 1.0)
     pace = paced(clock, lambda: 0.01 if len(clock.slept) < 2 else 1.0)
     list(pace.batches([bytes(2 * SLICE)]))
-    assert clock.slept == [0.02] * 2
+    assert clock.slept == [0.05] * 2
 
 
 @pytest.mark.parametrize("share", [None, 1.0, 0.25])
 def test_a_publish_at_any_pace_writes_the_same(monkeypatch, tmp_path, share):
-    clock = Clock(monkeypatch, 0.001)
+    clock = Clock(monkeypatch, 0.002)
     data = [bytes(range(256)) * (SPECS[0].span_bytes(COUNT) // 256), bytes(SPECS[1].span_bytes(COUNT))]
     with open_store(tmp_path, COUNT, FAST) as store:
         store.context.pace._sleep = clock.sleep
