@@ -5,7 +5,7 @@ a chunk of an 8B model's KV meanwhile, at the pace it has beside an engine at wo
 collects a directory of many nodes that is a twentieth over its budget. Tokens are made alone before and after each of
 these, and what a ratio is over is the mean of both, because a machine's speed drifts. Only tokens that were made while
 the publish ran count. A publish at the writer's pace takes long enough to be held again and again: a quarter of a
-second with it and one without take turns, and what its ratio is over are the tokens of the latter.
+second (or ten tokens) with it and one without take turns, and what its ratio is over are the tokens of the latter.
 
 Before a publish the generation thread copies the chunk out of MLX arrays of that size, as an engine's buffers are, into
 memory that the writer made ready as it does while a prompt is computed. One token waits for that copy: this pause is
@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_shape(parser, Shape())
     parser.add_argument("--model", choices=MODELS, action="append", help="only this one (default: both)")
     parser.add_argument("--count", type=int, default=2048, help="tokens of the chunk (default: 2048)")
-    parser.add_argument("--rounds", type=int, default=25, help="rounds of publishes, tiny llama (default: 25)")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of publishes, tiny llama (default: 15)")
     parser.add_argument("--smollm2-rounds", type=int, default=9, help="the same with SmolLM2 (default: 9)")
     parser.add_argument(
         "--between", type=float, default=2.5, help="seconds alone before and after each publish (default: 2.5)"

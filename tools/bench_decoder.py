@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,9 @@ _SLICE_S = 0.25
 """Beside work that can be held, this long with it and this long without it in turns. A virtual machine's speed wanders
 by a fifth within seconds: of windows of 2.5 s one minute says 5 % too much or too little, of these 1 to 2 % (standard
 errors of the mean ratio of neighbours)."""
+
+_SLICE_STEPS = 10
+"""And this many tokens at least."""
 
 
 class Speed(NamedTuple):
@@ -89,17 +93,19 @@ class Decoder:
         going_on: Callable[[], bool],
         stepped: Callable[[], None] = lambda: None,
         begun: Callable[[], None] = lambda: None,
+        at_most: float = math.inf,
     ) -> Speed:
         """How many steps are made while something goes on, and their seconds; stepped is called after each.
 
-        begun is called after a first step that does not count, and its time does not count either.
+        begun is called after a first step that does not count, and its time does not count either. None begins after
+        at_most seconds.
         """
         steps, spent = 0, 0.0
         self.begin()
         self.step()
         begun()
         started = time.perf_counter()
-        while going_on():
+        while going_on() and time.perf_counter() - started < at_most:
             self.step()
             stepped()
             if going_on():
@@ -112,26 +118,19 @@ class Decoder:
         self, gate: Gate, going_on: Callable[[], bool], stepped: Callable[[], None], begun: Callable[[], None]
     ) -> tuple[Speed, Speed]:
         """Steps while some work goes on, in short turns with it and, while it is held, without; begun begins it."""
-        with_it, alone = Speed(0, 0.0), Speed(0, 0.0)
-        end = 0.0
-
-        def still() -> bool:
-            return going_on() and time.perf_counter() < end
-
-        def first() -> None:
-            nonlocal end
-            begun()
-            end = time.perf_counter() + _SLICE_S
-
+        self.begin()
+        self.step()
+        started = time.perf_counter()
+        self.step()
+        slice_s = max(_SLICE_S, _SLICE_STEPS * (time.perf_counter() - started))
+        alone = Speed(0, 0.0)
         try:
-            with_it = self.speed(still, stepped, first)
+            with_it = self.speed(going_on, stepped, begun, slice_s)
             while going_on():
                 gate.hold()
-                end = time.perf_counter() + _SLICE_S
-                alone = _sum(alone, self.speed(still, stepped))
+                alone = _sum(alone, self.speed(going_on, stepped, at_most=slice_s))
                 gate.release()
-                end = time.perf_counter() + _SLICE_S
-                with_it = _sum(with_it, self.speed(still, stepped))
+                with_it = _sum(with_it, self.speed(going_on, stepped, at_most=slice_s))
         finally:
             gate.release()
         return with_it, alone
