@@ -97,8 +97,9 @@ class _Repair:
         self._layout = context.layout
         self._fs = context.fs
         self._pause = pause
-        # Where manifests without a parent were moved to.
+        # Where manifests without a parent were moved to, and what those of them are called that are not back.
         self._aside: dict[Path, Path] = {}
+        self._out: set[str] = set()
 
     def attempt(self, problem: Problem, step: Callable[[Problem], None]) -> None:
         """One step for one problem. A file that went away is no problem any more."""
@@ -164,12 +165,14 @@ class _Repair:
                 there.discard(_name(problem))
             self.set_aside(doomed)
             there = names_there(self._layout)
+            self._out -= there
             back = []
             for problem in doomed:
                 if problem.lacks in there and problem.path in self._aside:
                     back.append(problem)
                     there.add(_name(problem))
             self._in_short_holds(back, self._put_back)
+            there -= self._out
 
     def set_aside(self, problems: Sequence[Problem]) -> None:
         """Rename files into quarantine, in short batches under the publish lock."""
@@ -210,11 +213,17 @@ class _Repair:
         self._context.damaged.discard(problem.path)
         if problem.action == "parent":
             self._aside[problem.path] = target
+            self._out.add(_name(problem))
         problem.solved(f"set aside as quarantine/{target.name}")
 
     def _put_back(self, problem: Problem) -> None:
-        """As a commit does (kvstore.gc): a collection that looked meanwhile takes its blocks for nobody's, or has."""
+        """As a commit does (kvstore.gc): a collection that looked meanwhile takes its blocks for nobody's, or has. What
+        continues one that stays set aside stays, too.
+        """
         if os.path.lexists(problem.path):  # it was published again, too
+            self._out.discard(_name(problem))
+            return
+        if problem.lacks in self._out:
             return
         aside = self._aside[problem.path]
         data, _ = self._fs.read_file(aside, MAX_MANIFEST_BYTES)
@@ -222,6 +231,7 @@ class _Repair:
             refs = decode(data).blocks
             if not freshen(self._context, refs) and all(self._is_there(ref) for ref in refs):
                 self._fs.rename(aside, problem.path)
+                self._out.discard(_name(problem))
                 problem.solved(_BACK)
 
     def _is_there(self, ref: BlockRef) -> bool:

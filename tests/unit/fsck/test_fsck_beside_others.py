@@ -166,6 +166,22 @@ def test_what_is_put_back_has_its_blocks_whatever_a_collection_took_for_nobodys(
     assert errors(run(root, read_data=True).findings) == {}
 
 
+def test_what_continues_a_manifest_that_cannot_be_put_back_is_not_put_back_either(root):
+    """Its block went with a collection while it was set aside."""
+    lost, tail = node(root, LONG[:32]), node(root, LONG)
+    gone = block(root, lost)
+    node(root, LONG[:16]).unlink()
+
+    def meanwhile(point: str) -> None:
+        if point == "batch" and gone.exists():
+            gone.unlink()
+            with open_store(root, None) as store:
+                publish(space_of(store), LONG[:16])
+
+    run(root, repair=True, pause=meanwhile)
+    assert not any(path.with_suffix(kind).exists() for path in (lost, tail) for kind in (".kv", ".state"))
+
+
 def test_a_file_replaced_before_the_repair_is_left(root):
     path = node(root, LONG)
     data = path.read_bytes()
