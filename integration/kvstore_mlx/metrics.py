@@ -197,8 +197,8 @@ class Metrics:
         self._count(generated_tokens=tokens)
 
     def close(self) -> None:
-        """Write the counters to the directory once more. What is counted afterwards (an answer that was half taken, and
-        ends) is written at once: a timer might be too late, and would leave a staging folder that nobody removes.
+        """Write the counters to the directory once more. What is counted afterwards (tokens of an answer that a client
+        still takes) is written at once: a timer might be too late, and would leave a staging folder that nobody removes.
         """
         with self._lock:
             self._closed = True

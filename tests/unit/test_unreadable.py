@@ -1,4 +1,5 @@
-"""What cannot be read just now is no damage: it is neither hidden nor replaced, whoever asks.
+"""What cannot be read just now is no damage: it is neither hidden nor replaced, whoever asks. But a block that the disk
+says it cannot give (EIO) gets a new file from whoever publishes its bytes.
 
 Found by review: one publish without descriptors, or one stale handle, and healthy files went to quarantine, or a newer
 kvstore's manifest was replaced.
