@@ -9,8 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvstore.context import Context, Space
@@ -39,6 +39,7 @@ __all__ = [
     "put_file",
     "put_manifest",
     "put_node",
+    "replacing",
 ]
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -73,6 +74,21 @@ def existing(
         raise FormatVersionError(f"{path} has format {version}, which a newer kvstore wrote; upgrade this one")
     context.damaged.add(path)
     return None
+
+
+@contextmanager
+def replacing(space: Space, chunk: Chunk, kind: Kind) -> Iterator[None]:
+    """What existing remembers as damaged is forgotten when nothing takes its place (the disk is full): a block that was
+    not read once, or was gone, must not hide its node, and all below it, for as long as the process runs.
+    """
+    path, damaged = node_path(space, chunk, kind), space.context.damaged
+    known = path in damaged
+    try:
+        yield
+    except BaseException:
+        if not known:
+            damaged.discard(path)
+        raise
 
 
 def _counted(context: Context, wrote: Callable[[int], None] = lambda _: None) -> Callable[[int], None]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kvstore.alike import are_alike, holds_others
 from kvstore.blocks import Span, block_parts
 from kvstore.children import names, sharing
-from kvstore.commit import existing, intact, node_path, put_block, put_node
+from kvstore.commit import existing, intact, node_path, put_block, put_node, replacing
 from kvstore.context import Context, Space
 from kvstore.errors import MissingParentError, PublishError
 from kvstore.keys import TOKEN_BYTES, node_key
@@ -65,7 +65,8 @@ def publish(space: Space, packed: bytes, spans: Sequence[Span]) -> Published:
         if before is None:
             before = _blocks_before(space, parent, chunk, span.first)
         _check_alike(span, before)
-        before, done = _publish_node(space, parent, chunk, before, span, known=known)
+        with replacing(space, chunk, "kv"):
+            before, done = _publish_node(space, parent, chunk, before, span, known=known)
         known = span if done.nodes else None
         written += done.written
         new += done.blocks
@@ -234,9 +235,10 @@ def publish_state(space: Space, packed: bytes, state: State) -> Published:
     end = chunk.first + chunk.count
     _require(space, chunk)
     copied: list[int] = []
-    if existing(space, chunk, "state", wrote=copied.append) is not None:
-        return Published(end, 0, sum(copied))
-    parts, payload = state_parts(state, chunk.first, chunk.count)
-    ref, new = put_block(space.context, parts, payload, chunk.first, chunk.count, decode=state.decode)
-    nodes, written = put_node(space, chunk, "state", (ref,), node_path(space, chunk))
+    with replacing(space, chunk, "state"):
+        if existing(space, chunk, "state", wrote=copied.append) is not None:
+            return Published(end, 0, sum(copied))
+        parts, payload = state_parts(state, chunk.first, chunk.count)
+        ref, new = put_block(space.context, parts, payload, chunk.first, chunk.count, decode=state.decode)
+        nodes, written = put_node(space, chunk, "state", (ref,), node_path(space, chunk))
     return Published(end, nodes, new + written, new)

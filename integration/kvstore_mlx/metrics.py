@@ -198,7 +198,7 @@ class Metrics:
 
     def close(self) -> None:
         """Write the counters to the directory once more. What is counted afterwards (tokens of an answer that a client
-        still takes) is written at once: a timer might be too late, and would leave a staging folder that nobody removes.
+        still takes) is written at once: a timer might be too late, and leave a staging folder that nobody removes.
         """
         with self._lock:
             self._closed = True

@@ -156,6 +156,32 @@ def test_blocks_that_the_disk_does_not_read_are_set_aside_by_a_publish_of_their_
     assert len([name for name in set_aside(store) if "-" not in name]) == len(lost)
 
 
+def test_a_block_not_read_once_does_not_hide_its_node_when_the_publish_fails_too(store, space, monkeypatch):
+    """The disk is full, or may only be read since its error."""
+    space.publish(TOKENS, spans(TOKENS, 0, 16, 32, 48))
+    space.publish_state(TOKENS, state())
+
+    def failed(code):
+        def call(*_arguments):
+            raise OSError(code, os.strerror(code))
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failed(errno.EIO))
+        assert restore(space, TOKENS).tokens == 0
+        assert read_state(space, TOKENS) is None
+        patch.setattr(store.context.staging, "create", failed(errno.EROFS))
+        for start in (0, 16, 32):
+            with pytest.raises(UnavailableError):
+                space.publish(TOKENS, spans(TOKENS, start, start + 16))
+        with pytest.raises(UnavailableError):
+            space.publish_state(TOKENS, state())
+    assert restore(space, TOKENS).tokens == 48
+    assert read_state(space, TOKENS) == {"n": 0}
+    assert store.context.damaged == set()
+
+
 def read_state(space, tokens):
     match = space.lookup(tokens, trimmable=False)
     return space.read_state(match, lambda tensors: {each.name: memoryview(bytearray(3)) for each in tensors})
