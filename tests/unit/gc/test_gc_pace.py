@@ -16,7 +16,7 @@ from kvstore.keys import pack_tokens
 from kvstore.pacing import paced
 from kvstore_mlx.housekeeping import Housekeeping
 
-WORK = 0.001
+WORK = 0.002
 """Processor time between two looks at it."""
 
 

@@ -239,7 +239,8 @@ def test_a_block_before_that_is_no_block_is_not_read_to_tell_its_tensors(space, 
     assert space.publish(TOKENS, spans(TOKENS, 16, 32)).end == 32
 
 
-def test_a_block_before_is_read_at_the_pace_of_a_publish(store, space):
+def test_a_block_before_is_read_at_the_pace_of_a_publish(store, space, monkeypatch):
+    monkeypatch.setattr("kvstore.pacing._WORTH_A_REST_S", 0.0)
     large = TensorSpec("k", "U8", 1, (1 << 20,))
     space.publish(TOKENS, [unlike(0, 16, [large])])
     rests = []
