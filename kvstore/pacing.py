@@ -28,7 +28,7 @@ _WORTH_A_REST_S = 0.0015
 and wants the interpreter's lock: what runs beside it feels that about as much as the slice of work that follows. With
 seven slices at a time instead of one a publish costs the tokens beside it 1 % instead of 3 % (`bench decode`)."""
 
-_LONGEST_REST_S = 0.15
+_LONGEST_REST_S = 0.25
 """However long the work seems to have taken: on a machine that is short of everything a chunk would take minutes."""
 
 _LOOK_AGAIN_S = 0.05

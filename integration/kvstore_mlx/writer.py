@@ -39,8 +39,8 @@ log = logging.getLogger("kvstore")
 MAX_QUEUED_BYTES = 1 << 30
 """Copies that wait to be written. A chunk of an 8B model is 288 MiB, so three of them."""
 
-BUSY_SHARE = 0.015
-"""The part of its time that the thread works while the engine makes tokens: a chunk of an 8B model is then some five
+BUSY_SHARE = 0.0075
+"""The part of its time that the thread works while the engine makes tokens: a chunk of an 8B model is then some ten
 seconds on its way, and costs one or two hundredths of their tokens; at full speed it would cost a third of the tokens
 of a fraction of a second (`bench decode` measures both)."""
 

@@ -54,7 +54,7 @@ def test_slices_are_the_same_bytes():
     assert list(slices(b"")) == []
 
 
-@pytest.mark.parametrize(("share", "rest"), [(1.0, 0.0), (0.5, 0.01), (0.2, 0.04), (0.01, 0.15)])
+@pytest.mark.parametrize(("share", "rest"), [(1.0, 0.0), (0.5, 0.01), (0.2, 0.04), (0.01, 0.25)])
 def test_rests_are_in_proportion_to_work(monkeypatch, share, rest):
     clock = Clock(monkeypatch, 0.01)
     batches = list(paced(clock, lambda: share).batches([bytes(3 * SLICE)]))
