@@ -282,17 +282,13 @@ def tables(document: dict[str, Any]) -> list[Any]:
                     way,
                     *speeds,
                     Sample.of(turns["over_alone"]["values"]).text(1, 3),
-                    _pause_text(turns),
+                    Sample.of(turns["pause_seconds"]["values"]).text(1e3, 0),
                     Sample.of(turns["publish_seconds"]["values"]).text(1e3, 0),
                     str(turns["over_alone"]["n"]),
                     f"{Sample.of(turns['steps_during_a_publish']).median:.0f}",
                     "?" if others is None else f"{others:.2f}",
                 ]
             )
-    between = all("pause_seconds" in turns for found in document["models"].values() for turns in found["ways"].values())
-    order = (
-        "alone before and after each publish" if between else "alone only after each publish, nothing copied before it"
-    )
     made = table(
         f"{document['payload_bytes'] / 1e6:.0f} MB published while decoding, {shape_named(document['shape']).text()}",
         [
@@ -308,7 +304,8 @@ def tables(document: dict[str, Any]) -> list[Any]:
             "cores used by others",
         ],
         rows,
-        f"in turns, {order}, median (min to max), durability barrier, BLAS: {Path(document['blas']).name}",
+        "in turns, alone before and after each publish, or between pieces of a paced one, median (min to max), "
+        f"durability barrier, BLAS: {Path(document['blas']).name}",
     )
     collections = [
         (MODELS[name], found["collection"]) for name, found in document["models"].items() if "collection" in found
@@ -335,11 +332,6 @@ def tables(document: dict[str, Any]) -> list[Any]:
             f"BLAS: {Path(document['blas']).name}",
         ),
     ]
-
-
-def _pause_text(turns: Mapping[str, Any]) -> str:
-    """What the copy out of the engine's buffers took, or that it was not made."""
-    return Sample.of(turns["pause_seconds"]["values"]).text(1e3, 0) if "pause_seconds" in turns else "not measured"
 
 
 def panels(document: dict[str, Any]) -> list[Panel]:

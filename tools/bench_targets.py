@@ -236,8 +236,6 @@ def _decoding(documents: Documents) -> Iterator[Row]:
 
 
 def _pause(turns: Mapping[str, Any]) -> str:
-    if "pause_seconds" not in turns:
-        return "without the copy out of the engine's buffers"
     return f"one token waits {Sample.of(turns['pause_seconds']['values']).text(1e3, 0)} ms more, for the copy"
 
 
