@@ -268,7 +268,7 @@ def _floors(documents: Documents) -> Iterator[Row]:
                     1.5,
                     1.1,
                     Sample.of(found[key][str(length)]["values"]),
-                    f"{process}, {_cores(found)}",
+                    f"{process}, {_cores(found)}{_engine_alone(found, key, length)}",
                     at_most=True,
                     detail=f"{MODEL_NAMES[name]}, {length} tokens",
                 )
@@ -276,6 +276,14 @@ def _floors(documents: Documents) -> Iterator[Row]:
                 if length >= 1024
             ]
         yield from made or [Row(_over_floor(when, keys[0]), 1.5, 1.1, at_most=True)]
+
+
+def _engine_alone(found: Mapping[str, Any], key: str, length: int) -> str:
+    """What mlx-lm takes for the same token with nothing to restore: no store can be below that."""
+    if key != "repeat_over_floor" or "engine_over_floor" not in found:
+        return ""
+    alone = Sample.of(found["engine_over_floor"][str(length)]["values"])
+    return f", mlx-lm alone with the KV in its memory: {alone.text()}"
 
 
 def _over_floor(when: str, key: str) -> str:
