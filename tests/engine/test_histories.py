@@ -83,6 +83,45 @@ class Conversation(History):
         self.session.close()
 
 
+class InPieces(Conversation):
+    """One that is compared to the bit, with a prefill in the very pieces in which what is restored was computed."""
+
+    def __init__(self, directory: Path, family: str, **more: Any) -> None:
+        super().__init__(directory, family, **more)
+        self.ends: set[int] = set()
+
+    def turn(self, count: int, answer: int, flush: bool) -> None:
+        prompt = [*self.tokens, *self.new(count)]
+        real, ends = self.session._after, set()
+
+        def after(run: Any, done: int) -> None:
+            real(run, done)
+            ends.add(done)
+
+        self.session._after = after
+        run = self.session.prefill(prompt, [len(self.tokens)])
+        del self.session._after
+        self.reused += run.cached_tokens
+        ends |= {end for end in self.ends if end < run.cached_tokens} | {run.cached_tokens} - {0}
+        expected = self.plain.prefill(prompt, sorted(ends - {len(prompt)}))
+        ours, our_logits = decode(self.session, run, answer)
+        theirs, their_logits = decode(self.plain, expected, answer)
+        assert ours == theirs
+        assert_same(our_logits, their_logits)
+        self.tokens = forwarded(prompt, ours)
+        self.session.finish(run, self.tokens, count=len(self.tokens))
+        self.ends = ends | set(range(len(prompt), len(self.tokens) + 1))
+        if flush:
+            assert self.flush()
+
+
+# Rotating windows and recurrent states round differently in a decode step than in a prefill of one token.
+@pytest.mark.parametrize("family", ["deepseek_v41", "llama"])
+def test_in_the_same_pieces_every_bit_is_the_same(family):
+    turns = [("turn", 43, 3, False), ("turn", 43, 3, False), ("turn", 43, 3, True), ("restart", True)]
+    assert hold(InPieces, family, [("edit", 76, 26), ("edit", 76, 26), *turns, *turns]) > 800
+
+
 @pytest.mark.parametrize("family", ["bailing_moe_linear", "gemma3_text"])
 def test_a_few_histories(family):
     @given(histories)
@@ -105,8 +144,9 @@ def test_a_few_histories(family):
         ("gemma3_text", {"states": 3}),
         ("llama4", {}),
         # Each step of eight bits, and each token that is picked or not, is one to which the pieces of a prefill may tip
-        # it: without a directory they differ by up to 0.00024 and 0.0022 (of 40 prompts each, most by less than 1e-5).
-        ("deepseek_v41", {"tolerance": 1e-2}),
+        # it: without a directory, one prompt's third token in 300 ways of cutting it differs by 0 or by 0.012 and by
+        # nothing between. In the same pieces there is no difference: test_in_the_same_pieces_every_bit_is_the_same.
+        ("deepseek_v41", {"tolerance": 5e-2}),
         ("llama", {}),
         ("lfm2", {"tolerance": 1e-3, "kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 130}),
     ],
