@@ -311,7 +311,8 @@ class _Collection:
     def _remove_manifest(self, file: NodeFile, beside: NodeFile | None) -> bool:
         """Remove a victim if it is still one. beside: for a state, the KV's manifest, which shows that it was used."""
         used = [Doomed.node(self._context.layout, each) for each in (file, beside) if each is not None]
-        now = self._context.clock()
+        # As of the beginning: beside an engine at work it may be minutes ago, and what was looked up since is wanted.
+        now = min(self._now, self._context.clock())
         if any(is_protected(self._context, self._policy, each.path, now) for each in used) or changed(used[-1]):
             self._sweeper.skipped += 1
             return False

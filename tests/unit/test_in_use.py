@@ -125,3 +125,33 @@ def test_a_use_before_the_clock_was_set_back_protects_nothing(tmp_path, store, s
     assert of(one).lookup(TOKENS).count == len(TOKENS)
     offset[0] = HOUR
     assert collect(one.context, Policy(size=0)).nodes == NODES
+
+
+@pytest.mark.parametrize("point", ["scanned", "marked", "planned"])
+def test_what_is_looked_up_beside_a_collection_stays_however_long_that_takes(tmp_path, store, space, point):
+    """Beside an engine at work it rests for minutes, and what was looked up between its plan and its turn went."""
+    publish(space, TOKENS)
+    behind = [HOUR]
+    one = open_store(tmp_path / "cache", None, clock=lambda: time.time_ns() + behind[0])
+
+    def pause(reached):
+        if reached == point:
+            assert of(one).lookup(TOKENS).count == len(TOKENS)
+            behind[0] += 60 * SECOND
+
+    assert collect(one.context, Policy(size=0, protect_ns=10 * SECOND), pause=pause).nodes == 0
+    behind[0] += 11 * SECOND
+    assert collect(one.context, Policy(size=0, protect_ns=10 * SECOND)).nodes == NODES
+
+
+def test_what_is_looked_up_beside_a_collection_stays_when_the_clock_is_set_back(tmp_path, store, space):
+    publish(space, TOKENS)
+    behind = [2 * HOUR]
+    one = open_store(tmp_path / "cache", None, clock=lambda: time.time_ns() + behind[0])
+
+    def pause(reached):
+        if reached == "planned":
+            behind[0] -= HOUR // 2
+            assert of(one).lookup(TOKENS).count == len(TOKENS)
+
+    assert collect(one.context, Policy(size=0, protect_ns=10 * SECOND), pause=pause).nodes == 0
