@@ -84,6 +84,8 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
             # Before the step, which may take seconds: the end of another request may just have said that all is idle.
             self._tier.prefilling()
         prompt_responses, generation_responses = super().next()
+        if generation_responses:
+            self._tier.stepped()
         for response in prompt_responses:
             # The server keeps a cache in memory for each of its own segments, and counts them.
             if response.progress[0] in self._added.get(response.uid, ()) and not response.end_of_prompt:
@@ -135,8 +137,6 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
                 guarded(partial(_reached, recording, batch.prompt_cache, index, done))
         for response in generation_responses:
             recording = self._recordings.get(response.uid)
-            if recording is not None:
-                guarded(recording.answered)
             if response.finish_reason is not None:
                 if response.uid in self._padding:
                     self._tier.distrust(response.prompt_cache)
@@ -176,15 +176,17 @@ def recording_stream_generate(
         else:
             tier.expect(caches, recording)
             responses = _Single(recording, quantization, tier.prefilled).responses(generate, *args, **kwargs)
-        return _or_else(responses, lambda: tier.give_up(caches))
+        return _told(responses, tier.stepped, lambda: tier.give_up(caches))
 
     return wrapped
 
 
-def _or_else(responses: Iterator[Any], failed: Callable[[], None]) -> Iterator[Any]:
-    """The same responses; failed is called when there are no more because of an error."""
+def _told(responses: Iterator[Any], stepped: Callable[[], None], failed: Callable[[], None]) -> Iterator[Any]:
+    """The same responses; stepped is called with each, and failed when there are no more because of an error."""
     try:
-        yield from responses
+        for response in responses:
+            stepped()
+            yield response
     except Exception:
         failed()
         raise
@@ -229,7 +231,6 @@ class _Single:
             *args, prompt=tokens[first:], prompt_cache=prompt_cache, prompt_progress_callback=progress, **kwargs
         ):
             count = None if draft else first + response.prompt_tokens + response.generation_tokens
-            recording.answered()
             if first_response:
                 seconds = time.perf_counter() - started
                 guarded(lambda: self._prefilled(total, seconds))  # noqa: B023 - called at once

@@ -88,8 +88,6 @@ def answer(
             model, run, max_tokens, sampler=sampler, processors=processors, quantization=quantization
         ):
             generated.append(token)
-            if run.recording is not None:
-                run.recording.answered()
             reason = None
             if token in tokenizer.eos_token_ids:
                 reason = "stop"

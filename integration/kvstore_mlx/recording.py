@@ -141,10 +141,6 @@ class Recording:
                 end = exactly if exactly < self._prompt_end else end
         self._save(form, live, end)
 
-    def answered(self) -> None:
-        """Called when a token is out."""
-        self._writer.stepped()
-
     def first_token(self, caches: Sequence[Any], index: int | None, exactly: int | None) -> None:
         """Called when the first token is out, so that saving the rest of the prompt does not delay it."""
         if self._prompt_due:

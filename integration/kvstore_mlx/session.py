@@ -325,6 +325,8 @@ class Session:
             )
             for response in responses:
                 generated += 1
+                if self._writer is not None:
+                    self._writer.stepped()
                 # Another thread may look at it, and could not compute it.
                 mx.eval(response.logprobs)
                 yield response

@@ -223,6 +223,12 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         if self._gate is not None:
             self._gate.prefilled(tokens, seconds)
 
+    def stepped(self) -> None:
+        """Told of each token that the engine made, for whatever request: nothing else says of one that saves nothing
+        that the engine is at work for it.
+        """
+        self._writer.stepped()
+
     @property
     def restoring(self) -> dict[str, str]:
         """From where on restoring pays, in words, by model; from any thread."""

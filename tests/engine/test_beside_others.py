@@ -48,7 +48,7 @@ def saved(tier, tokens):
     return find(tier._spaces.of(KEY).forms[0], pack_tokens(tokens)).count
 
 
-@pytest.mark.parametrize("step", ["wants", "reached", "first_token", "answered"])
+@pytest.mark.parametrize("step", ["wants", "reached", "first_token"])
 def test_a_sequence_that_cannot_be_saved_takes_nothing_from_the_others(batch, monkeypatch, caplog, step):
     generator, tier, writer = batch
     plain = getattr(Recording, step)
@@ -119,3 +119,25 @@ def test_a_request_that_ended_slows_no_writing_whatever_became_of_it(batch, how)
             generator._padding.give_up()
         run(generator, tier, [uid])
     assert writer._share() == 1.0
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_request_that_saves_nothing_makes_itself_known_by_its_tokens_too(batch, alone):
+    """The end of another one has the writer go at full speed, and it went on so beside this one's answer."""
+    generator, tier, writer = batch
+
+    def engine(*_args, **_kwargs):
+        while True:
+            yield [], [None]
+
+    if alone:
+        tier.fetch_nearest_cache(KEY, SHORT[:20])
+        steps = recording_stream_generate(engine, tier, None)(prompt_cache=[])
+    else:
+        add(generator, tier, SHORT[:20], 8)
+        steps = iter(generator.next, None)
+    assert any(next(steps)[1] for _ in range(4))
+    tier.ended()
+    assert writer._share() == 1.0
+    assert next(steps)[1]
+    assert writer._share() < 1.0

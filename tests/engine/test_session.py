@@ -362,3 +362,15 @@ def test_a_request_that_ended_slows_no_writing_however_it_did(loaded, opened, mo
             else:
                 assert list(answer) == []
         assert writer._share() == 1.0
+
+
+def test_an_answer_that_saves_nothing_slows_the_writer_too(opened):
+    """The end of another one has it go at full speed, and it went on so beside this one's tokens."""
+    with opened() as cache:
+        answer = cache.stream_generate([5] * 20, max_tokens=4)
+        next(answer)
+        cache._writer.idle()
+        assert cache._writer._share() == 1.0
+        next(answer)
+        assert cache._writer._share() < 1.0
+        answer.close()
