@@ -32,7 +32,9 @@ class Fetching:
         """The longest saved prefix, all of the tokens at most, whether it pays or not."""
         if self.space is None:
             return None
-        best = longest(self._find(pack_tokens(tokens)))
+        found = self._find(pack_tokens(tokens))
+        self._asked(found)
+        best = longest(found)
         return None if best is None else self._read(best, len(tokens))
 
     def borders(self, tokens: Sequence[int]) -> dict[Form, int]:
@@ -61,15 +63,19 @@ class Fetching:
                 found = self._find(packed[:-TOKEN_BYTES])
                 best = longest(found)
         saved = {one.form: one.match.border for one in found}
-        if self.writer is not None:
-            for one in found:
-                self.writer.asked(one.form, one.match)
+        self._asked(found)
         if restored is None and best is not None and self._pays(best):
             restored = self._read(best, len(tokens))
             saved[best.form] = 0 if restored is None else restored.saved
         if restored is not None and self.gate is not None:
             self.gate.restored(restored)
         return restored, saved
+
+    def _asked(self, found: Sequence[Found]) -> None:
+        """Say that a request looked for this, whatever was found."""
+        if self.writer is not None:
+            for one in found:
+                self.writer.asked(one.form, one.match)
 
     def _pays(self, found: Found) -> bool:
         return self.gate is not None and self.gate.worth_restoring(found)

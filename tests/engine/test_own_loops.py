@@ -130,3 +130,19 @@ def test_a_prefill_that_is_never_finished_slows_no_writing_for_long(tmp_path, kn
         assert writer._share() < 1.0, "a first token may be chosen"
         writer._monotonic = lambda: time.monotonic() + 2
         assert writer._share() == 1.0
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_what_is_restored_by_hand_is_wanted_whether_it_is_there_or_not(tmp_path, saved):
+    """A full directory took it for as cold as its files, and a prompt that it had refused never got warmer."""
+    tokens = prompt_of(200)
+    with session_of(tmp_path / "cache", "llama") as cache:
+        if saved:
+            cache.prefill(tokens)
+            assert cache.flush()
+        names = cache._space.forms[0].namespace.names(tokens)
+        warmth = cache._writer._housekeeping._warmth
+        warmth._uses.clear()
+        assert (cache.restore(tokens) is not None) == saved
+        assert len(names) == 3
+        assert set(names) <= set(warmth._uses)
