@@ -187,7 +187,7 @@ class Recording:
         if form.most is not None and live.count > form.most:
             self._let_go()
             return
-        spans, loans = self._copied(form, live.rows, self._cuts(form, first, end, states))
+        spans, loans = self._copied(form, live.rows, self._cuts(form, first, end, states), states)
         end = spans[-1].end if spans else min(first, end)
         ready = {at: state for at, state in states.items() if at <= max(first, end)}
         items: list[Span | Boundary] = [*spans, *(Boundary(at, state) for at, state in ready.items())]
@@ -217,15 +217,24 @@ class Recording:
             self._packed = pack_tokens(self._tokens)
         return self._packed[: end * TOKEN_BYTES]
 
-    def _copied(self, form: Form, rows: Rows, cuts: Iterable[tuple[int, int]]) -> tuple[list[Span], dict[int, Loan]]:
-        """Spans with copies of rows in memory of the writer's, as many as its queue has room for and as are wanted."""
+    def _copied(
+        self, form: Form, rows: Rows, cuts: Iterable[tuple[int, int]], states: Mapping[int, State]
+    ) -> tuple[list[Span], dict[int, Loan]]:
+        """Spans with copies of rows in memory of the writer's, as many as are wanted and as its queue has room for,
+        beside the states that go along.
+        """
         spans: list[Span] = []
         loans: dict[int, Loan] = {}
+        room = self._writer.room
+        beside = sorted((at, Boundary(at, state).payload_bytes) for at, state in states.items())
         for begin, end in cuts:
             data: list[Any] = []
             size = sum(spec.span_bytes(end - begin) for spec in rows.specs)
             if self._writer.refuses(form, self._until(end), size, self._fate):
                 self._over = True
+                break
+            room -= size
+            if sum(state for at, state in beside if at <= end) > room:
                 break
             if rows.specs:
                 loan = self._writer.lend(size)

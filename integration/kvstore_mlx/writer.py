@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -175,6 +176,11 @@ class Writer:
         """Whether the node at the end of these tokens would not be written; called on the engine's thread."""
         return self._housekeeping.refuses(size, form.namespace, tokens, fate)
 
+    @property
+    def room(self) -> float:
+        """Bytes that an offer may have just now. What has no room need not be copied first."""
+        return self._max_queued - self._queued if self._queued else math.inf
+
     def lend(self, size: int) -> Loan | None:
         """Memory to copy a span into, which goes into its job; None when the queue is full. Never waits."""
         return None if self._closing else self._pool.lend(size)
@@ -185,7 +191,7 @@ class Writer:
         What a refused job was lent is given back.
         """
         with self._changed:
-            taken = not self._closing and (not self._queued or self._queued + job.size <= self._max_queued)
+            taken = not self._closing and job.size <= self.room
             if taken:
                 self._queue.append(job)
                 self._queued += job.size

@@ -283,6 +283,23 @@ def test_a_full_queue_is_caught_up_later_without_a_hole(store, form):
     assert form.namespace.lookup(prompt).count == 384
 
 
+def test_what_the_queue_has_no_room_for_is_not_copied_first(store, stateful):
+    """At each step again, and more of it each time: memory came back for rows, and a state beside them was too much."""
+    rows, state = INTERVAL * 2 * 2 * 16, 16
+    writer = Slow(Housekeeping(store, 1 << 30), max_queued=2 * rows + state)
+    prompt = list(range(1, 500))
+    recording = record(stateful, writer, prompt, boundaries=(128, 256))
+    look(recording, 128)
+    assert writer.queued == rows + state
+    assert [live.copied for live in look(recording, 256, 300)] == [[], []]
+    writer.go.set()
+    assert writer.drain(10)
+    (last,) = look(recording, 384)
+    assert last.copied == [(128, 256), (256, 384)]
+    assert writer.close(10)
+    assert state_at(stateful, prompt[:256]) == {"tokens": 256}
+
+
 @pytest.mark.parametrize("room", ["for all", "for the last"])
 def test_a_state_that_was_refused_is_caught_up_with_like_its_rows(store, stateful, monkeypatch, room):
     """It was copied when the caches held it. No more are kept than there is room for, and no hole is left."""
