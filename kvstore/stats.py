@@ -127,6 +127,11 @@ class StatsFile:
         """The file."""
         return self._context.layout.stats / f"{self._writer}.json"
 
+    @property
+    def changed(self) -> bool:
+        """Whether anything was counted since the last flush, or that one could not be written."""
+        return self._changed
+
     def add(self, **amounts: int) -> None:
         """Add to counters by name."""
         with self._lock:

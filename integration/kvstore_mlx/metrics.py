@@ -231,9 +231,11 @@ class Metrics:
         return timer
 
     def _flush(self) -> None:
+        """One at a time: of a disk that hangs every few seconds another thread would wait for the end."""
+        written = self._stats.flush()
         with self._lock:
-            self._timer = None
-        self._stats.flush()
+            again = written and self._stats.changed and not self._closed
+            self._timer = self._started() if again else None
 
     def refused(self) -> dict[str, int]:
         """Prompts that were left unsaved from some point on since the server started, by reason."""

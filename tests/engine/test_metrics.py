@@ -7,6 +7,7 @@ import gc
 import io
 import json
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -22,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import kvstore_mlx
 from kvstore import KVStoreError, NamespaceInfo
+from kvstore.commit import put_file
 from kvstore.stats import read_stats
 from kvstore_mlx.boundaries import Saving
 from kvstore_mlx.housekeeping import Housekeeping
@@ -197,6 +199,27 @@ def test_counters_come_to_the_directory_without_an_end(metrics, monkeypatch):
         while read_stats(metrics._store.context).total("prompt_tokens") < tokens:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_a_disk_that_hangs_has_one_thread_wait_for_it(metrics, monkeypatch):
+    """Every few seconds there was another, for as long as it hung."""
+    go = threading.Event()
+
+    def hanging(*args, **more):
+        assert go.wait(30)
+        put_file(*args, **more)
+
+    monkeypatch.setattr("kvstore_mlx.metrics.FLUSH_S", 0.01)
+    monkeypatch.setattr("kvstore.stats.put_file", hanging)
+    for _ in range(20):
+        metrics.generated(1)
+        time.sleep(0.02)
+    assert sum(isinstance(thread, threading.Timer) for thread in threading.enumerate()) == 1
+    go.set()
+    deadline = time.monotonic() + 10
+    while read_stats(metrics._store.context).total("generated_tokens") < 20:
+        assert time.monotonic() < deadline, "what was counted meanwhile is written, although nothing more is"
+        time.sleep(0.01)
 
 
 def test_a_timer_that_cannot_be_started_is_no_error_of_the_request(metrics, monkeypatch):
