@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore.blocks import Span
+from kvstore.pacing import Pace, slices
 from kvstore.states import State
+from kvstore_mlx.buffers import has_non_finite
 from kvstore_mlx.forms import Form
+from kvstore_mlx.live import LOGITS
 from kvstore_mlx.pool import Loan
 from kvstore_mlx.refusals import Fate
 
-__all__ = ["Boundary", "Job"]
+__all__ = ["Boundary", "Job", "non_finite"]
 
 
 @dataclass(frozen=True)
@@ -53,3 +56,21 @@ class Job:
         for first in firsts:
             if (loan := self.loans.pop(first, None)) is not None:
                 loan.give_back()
+
+
+def non_finite(item: Span | Boundary, pace: Pace) -> str | None:
+    """The name of a tensor that holds a number which is none, if there is one."""
+    if isinstance(item, Span):
+        names, dtypes = [spec.name for spec in item.specs], [spec.dtype for spec in item.specs]
+        data = item.data
+    else:
+        names, dtypes = [tensor.name for tensor in item.state.tensors], [tensor.dtype for tensor in item.state.tensors]
+        data = item.state.data
+    # Some families forbid tokens by logits of minus infinity.
+    rest = pace.resting()
+    for name, dtype, part in zip(names, dtypes, data, strict=True):
+        for piece in slices(part):
+            if has_non_finite(piece, dtype, but_minus=name == LOGITS):
+                return name
+            rest()
+    return None

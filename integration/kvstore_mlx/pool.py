@@ -20,6 +20,8 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
+from kvstore.forks import renew_in_forks
+
 __all__ = ["Loan", "Pool"]
 
 _LINE = 64
@@ -74,6 +76,12 @@ class Pool:
         self._returned: deque[int] = deque()
         self._touched = 0
         self._lock = threading.Lock()
+        renew_in_forks(self)
+
+    def forked(self) -> None:
+        """See kvstore.forks. The region is the parent's: what is written to it in one of them is seen in both."""
+        self._lock = threading.Lock()
+        self._region, self._lent, self._returned, self._touched = None, {}, deque(), 0
 
     @property
     def lent(self) -> int:

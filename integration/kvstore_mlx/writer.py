@@ -18,15 +18,15 @@ from contextlib import suppress
 
 from kvstore.blocks import Span
 from kvstore.errors import KVStoreError, MissingParentError
+from kvstore.forks import renew_in_forks
 from kvstore.keys import TOKEN_BYTES
 from kvstore.lookup import Match
-from kvstore.pacing import Pace, slices
-from kvstore_mlx.buffers import address_phase, has_non_finite
+from kvstore_mlx.buffers import address_phase
 from kvstore_mlx.forms import Form
 from kvstore_mlx.held import Held
 from kvstore_mlx.housekeeping import Housekeeping
-from kvstore_mlx.jobs import Boundary, Job
-from kvstore_mlx.live import EXTRA, LOGITS
+from kvstore_mlx.jobs import Boundary, Job, non_finite
+from kvstore_mlx.live import EXTRA
 from kvstore_mlx.pool import Loan, Pool
 from kvstore_mlx.refusals import Fate
 from kvstore_mlx.seldom import Seldom
@@ -106,8 +106,18 @@ class Writer:
         self._warned = Seldom(_WARN_EVERY_S, monotonic)
         self.trouble = ""
         self._verified: set[tuple[str, type]] = set()
+        renew_in_forks(self)
         self._thread = threading.Thread(target=self._run, name="kvstore-writer", daemon=True)
         self._thread.start()
+
+    def forked(self) -> None:
+        """See kvstore.forks. The thread is the parent's, and so is what is queued: here nothing is taken any more, and
+        who closes waits for nothing.
+        """
+        self._changed = threading.Condition()
+        self._closing, self._busy = True, False
+        self._queue.clear()
+        self._queued = 0
 
     @property
     def queued(self) -> int:
@@ -330,7 +340,7 @@ class Writer:
 
     def _item(self, job: Job, item: Span | Boundary, ahead: int) -> bool:
         """Publish one span or state; False, with a warning, when it must not be or there is no room."""
-        if (name := _non_finite(item, self._pace)) is not None:
+        if (name := non_finite(item, self._pace)) is not None:
             hooks = name.startswith(EXTRA)
             where = f"the extras hook's tensor {name.removeprefix(EXTRA)}" if hooks else "the KV cache"
             self._warn(f"NaN or infinity in {where}; not saved")
@@ -379,21 +389,3 @@ class Writer:
         self.trouble = kind = kind or text
         if self._warned.due(kind):
             log.warning("kvstore: %s", text)
-
-
-def _non_finite(item: Span | Boundary, pace: Pace) -> str | None:
-    """The name of a tensor that holds a number which is none, if there is one."""
-    if isinstance(item, Span):
-        names, dtypes = [spec.name for spec in item.specs], [spec.dtype for spec in item.specs]
-        data = item.data
-    else:
-        names, dtypes = [tensor.name for tensor in item.state.tensors], [tensor.dtype for tensor in item.state.tensors]
-        data = item.state.data
-    # Some families forbid tokens by logits of minus infinity.
-    rest = pace.resting()
-    for name, dtype, part in zip(names, dtypes, data, strict=True):
-        for piece in slices(part):
-            if has_non_finite(piece, dtype, but_minus=name == LOGITS):
-                return name
-            rest()
-    return None
