@@ -5,8 +5,9 @@ Pure: it looks at a scan and its marks and returns a plan; nothing is touched an
 The order has four rules.
 1. A node goes after all of its children, and its boundary state before its KV, so that no moment of a sweep leaves a
    child without its parent or a state without its KV.
-2. Among what may go, the least recently used goes first. A node is as recently used as anything below it: a prompt's
-   beginning is in use as long as one of its continuations is. So a budget smaller than one prompt keeps the beginning.
+2. Among what may go, the least recently used goes first. A prompt's beginning stays as long as one of its continuations
+   does, whatever its own time (a publish touches no more than the node that it continues), so a budget smaller than one
+   prompt keeps the beginning.
 3. Before all that, tails that a longer sibling contains: a restore takes the sibling's first tokens instead, so losing
    them costs nothing. The sibling must be whole, used no less recently and found by a lookup (kvstore.crowds), and the
    tail must have no boundary state (that is a resume point which the sibling does not have).
@@ -220,7 +221,6 @@ class _Families:
             self._used[name] = max(self._used.get(name, 0), self._last_use(file))
             if node.unreadable:
                 self._unsure.add(file.above + file.kind)
-        self._pass_up()
         self._heap = [entry for name in paced(self._used, rest) if (entry := self._ready(name))]
         heapq.heapify(self._heap)
 
@@ -277,17 +277,6 @@ class _Families:
         used = file.mtime_ns if file.mtime_ns <= self._now + FUTURE_NS else min(file.ctime_ns, self._now)
         used = max(used, self._recent.get(file.key, 0))
         return used if self._policy.warmth is None else self._policy.warmth.of(file.key, used)
-
-    def _pass_up(self) -> None:
-        """Let every node be as recently used as what is below it: newest first, so that each is passed once."""
-        used = self._used
-        for start in paced(sorted(used, key=used.__getitem__, reverse=True), self._rest):
-            time, name = used[start], start
-            while (index := self._kv.get(name, self._state.get(name))) is not None:
-                name = self._marks.nodes[index].file.above
-                if used.get(name, time) >= time:
-                    break
-                used[name] = time
 
     def _ready(self, name: str) -> tuple[int, int] | None:
         """The manifest of a node that may go next: its state before its KV, and none while anything is below it."""
