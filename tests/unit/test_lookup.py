@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from core_support import INFO, block_files, node_files, open_store, prompt, restore, span, spans
 from format_support import Forged, Ref, pack, root_of
+from gc_support import state
 
-from kvstore import FileSystem, NamespaceInfo, TokenError
+from kvstore import FileSystem, NamespaceInfo, Span, TokenError
 from kvstore.keys import pack_tokens
 from kvstore.layout import NodeName
 from kvstore.lookup import common_tokens
@@ -123,6 +124,26 @@ def test_the_best_of_several_overlaps_is_found(wide):
         other = differ_at(tokens, shared, seed=shared)
         wide.publish(other, spans(other, 0, 512))
     assert wide.lookup(tokens).count == 300
+
+
+def test_a_damaged_child_is_passed_over_for_the_next_best(wide):
+    tokens = prompt(512)
+    for shared in (100, 300):
+        other = differ_at(tokens, shared, seed=shared)
+        wide.publish(other, spans(other, 0, 512))
+    wide.lookup(tokens).steps[-1].path.write_bytes(b"damaged")
+    assert wide.lookup(tokens).count == 100
+
+
+@pytest.mark.parametrize("end", [63, 64, 255, 256, 1023, 1024, 2047])
+def test_a_tail_of_any_length_is_resumed_at_its_state(tmp_path, end):
+    """However many rungs its name has: where a model has recurrent state, an overlap with it is of no use."""
+    space = open_store(tmp_path / "cache", interval=2048).namespace(INFO)
+    tokens = prompt(2047)
+    space.publish(tokens, [Span(0, end, (), [])])
+    space.publish_state(tokens[:end], state())
+    for length in (end, 2047):
+        assert space.lookup(tokens[:length], trimmable=False).count == end
 
 
 @pytest.mark.parametrize("seed", range(30))

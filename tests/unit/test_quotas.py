@@ -119,6 +119,17 @@ def test_a_budget_and_quotas_hold_at_once(shared):
     check_valid(shared)
 
 
+def test_a_quota_is_kept_by_the_warm_as_well(shared):
+    """What is too warm to go for something new is not too warm for its own tenant's quota."""
+    with open_store(shared) as store:
+        write_quota(store.context, INFO.id, taken(store, INFO) // 2)
+        whole = taken(store, TENANT)
+    report = gc(shared, size=1 << 40, warm_ns=1)
+    assert (report.nodes > 0, report.over_quota_bytes) == (True, 0)
+    with open_store(shared) as store:
+        assert taken(store, TENANT) == whole
+
+
 def test_one_namespace_only(shared):
     with open_store(shared) as store:
         for info in (INFO, TENANT):
@@ -138,6 +149,11 @@ def test_what_is_young_stays_and_is_said(shared):
         over = taken(store, INFO) - 10_000
         report = collect(store.context, Policy(quotas=read_quotas(store.context).sizes))
         assert (report.nodes, report.over_quota_bytes) == (0, over)
+        alone = collect(store.context, Policy(namespace=INFO.id, quotas=read_quotas(store.context).sizes))
+        assert (alone.over_quota_bytes, alone.unmet_bytes) == (over, 0)
+        write_quota(store.context, TENANT.id, 10_000)
+        both = collect(store.context, Policy(quotas=read_quotas(store.context).sizes))
+        assert both.over_quota_bytes == over + taken(store, TENANT) - 10_000
 
 
 def test_a_dry_run_says_the_same(shared):

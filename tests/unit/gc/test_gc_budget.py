@@ -130,6 +130,17 @@ def test_free_space_is_made_on_the_file_system(writer, monkeypatch):
     assert report.unmet_bytes == (1 << 40) - report.freed_bytes
 
 
+def test_of_two_limits_the_one_that_asks_for_more_counts(writer, monkeypatch):
+    fill(writer)
+    used = usage(writer.context)
+    monkeypatch.setattr("kvstore.gc.free_bytes", lambda context: 100_000)
+    for size, free, missing in ((used - 20_000, 101_000, 20_000), (used - 1000, 120_000, 20_000)):
+        assert gc(writer.path, 0, size=size, min_free=free).unmet_bytes == missing
+    for size, free in ((used - 10, 101_000), (used - 10, 115_000)):
+        report = gc(writer.path, dry_run=True, size=size, spare=20_000, min_free=free)
+        assert report.freed_bytes == (32_768 if free == 115_000 else 24_576)
+
+
 @pytest.mark.parametrize("by", [365 * DAY, 5 * HOUR])
 def test_what_was_written_while_the_clock_was_ahead_is_counted_and_repaired(writer, by):
     """A machine that starts with the wrong year or the wrong zone and learns the right one later."""
@@ -138,6 +149,7 @@ def test_what_was_written_while_the_clock_was_ahead_is_counted_and_repaired(writ
     assert (report.nodes, report.future) == (0, 12)
     assert report.unmet_bytes == report.before_bytes
     assert gc(writer.path, -by, size=1 << 40).future == 0, "nobody misses their room"
+    assert gc(writer.path, -by, quotas={space_of(writer).id: 0}).future == 12
     with ahead(writer.path, -by) as now:
         found = check(now.context, repair=True).findings
         assert [(finding.code, finding.corrected) for finding in found] == [("mtime-future", True)] * 12

@@ -75,6 +75,27 @@ def test_orphans_go_after_a_day_by_their_later_time(writer):
     assert blocks(writer.path) == []
 
 
+def test_a_block_that_was_just_used_outlives_its_last_manifest(writer):
+    """Somebody may be about to name it: a publish that found it there made it young, and commits in a moment."""
+    fill(writer, 1)
+    touched = blocks(writer.path)[0]
+    with ahead(writer.path) as later:
+        now = later.context.clock()
+        os.utime(touched, ns=(now, now))
+        report = collect(later.context, Policy(size=0))
+    assert (report.nodes, report.blocks) == (3, 2)
+    assert blocks(writer.path) == [touched]
+
+
+def test_a_node_that_has_lost_its_block_is_collected_like_any_other(writer):
+    space = fill(writer, 2)
+    (ref,) = decode(space.lookup(prompt(40, 0)).steps[-1].path.read_bytes()).blocks
+    writer.context.layout.block(ref.digest).unlink()
+    report = gc(writer.path, quotas={space.id: 0})
+    assert (report.nodes, report.blocks, report.over_quota_bytes, report.error) == (6, 5, 0, "")
+    assert manifests(writer.path) == blocks(writer.path) == []
+
+
 def damage(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[100] ^= 1
@@ -134,10 +155,11 @@ def test_a_manifest_of_a_newer_version_is_left_with_its_blocks(writer):
     fill(writer, 1)
     last = space_of(writer).lookup(prompt(40, 0)).steps[-1].path
     as_newer(last)
+    orphan(space_of(writer), 7)  # unless that one names it
     before = files(writer.path)
     report = gc(writer.path, 400 * DAY, size=0, older_than_ns=0)
     assert files(writer.path) == before
-    assert (report.damaged, report.nodes, report.blocks) == (1, 0, 0)
+    assert (report.damaged, report.nodes, report.blocks, report.waiting) == (1, 0, 0, 2)
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EMFILE])
@@ -253,9 +275,27 @@ def test_quarantine_is_emptied_when_old_and_only_for_room(writer):
     assert gc(writer.path, QUARANTINE_NS + HOUR, **room).quarantined == 0
     room = {"size": usage(writer.context) - 1, "spare": 0}
     assert gc(writer.path, QUARANTINE_NS - HOUR, dry_run=True, **room).quarantined == 0
-    assert gc(writer.path, QUARANTINE_NS + HOUR, **room).quarantined == 1
+    report = gc(writer.path, QUARANTINE_NS + HOUR, **room)
+    assert (report.quarantined, report.nodes) == (1, 0)
     assert gc(writer.path, QUARANTINE_NS + HOUR, size=0).quarantined == 2
     assert os.listdir(layout.quarantine) == ["note.txt"]
+
+
+def test_garbage_makes_room_before_anything_that_is_of_use(writer, monkeypatch):
+    """First what nothing names, then what was set aside long ago; nodes only for what is needed beyond both."""
+    space, layout = fill(writer, 2), writer.context.layout
+    for seed in (7, 8, 9):
+        orphan(space, seed)
+    for number, path in enumerate(blocks(writer.path)[:2]):
+        shutil.copy(path, layout.quarantine / f"{number:x}.{path.name}")
+    used = usage(writer.context)
+    monkeypatch.setattr("kvstore.gc.free_bytes", lambda context: 0)
+    limits = [{"size": used - units * 4096, "spare": 0} for units in (3, 4, 5)]
+    limits += [{"min_free": free} for free in (12_000, 14_000, 18_000)]  # and a tenth, where it is not met
+    for limit, quarantined in zip(limits, (0, 1, 2) * 2, strict=True):
+        report = gc(writer.path, QUARANTINE_NS + HOUR, dry_run=True, **limit)
+        assert (report.orphans, report.quarantined, report.nodes) == (3, quarantined, 0), limit
+    assert gc(writer.path, QUARANTINE_NS + HOUR, size=used - 6 * 4096, spare=0).nodes == 1
 
 
 def test_the_name_tells_when_a_file_was_set_aside_where_its_times_do_not(writer):
@@ -280,6 +320,8 @@ def test_tokenizations_go_with_what_was_used_as_long_ago(writer):
         path = saved._path(request_key(b"scope", b"%d" % number))
         stamp = time.time_ns() - int(age * SECOND)
         os.utime(path, ns=(stamp, stamp))
+    alone = gc(writer.path, dry_run=True, size=0, namespace=space_of(writer).id)
+    assert (alone.nodes, alone.tokenizations) == (12, 0), "they are of no namespace"
     with ahead(writer.path) as later:
         need_one = Policy(size=usage(later.context) - 1)
         report = collect(later.context, need_one)

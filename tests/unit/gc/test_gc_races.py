@@ -117,15 +117,16 @@ def test_a_victim_that_is_restored_stays(writer, point):
 def test_a_victim_of_this_process_stays_although_its_time_was_not_refreshed(writer):
     space, tokens = space_of(writer), prompt(40)
     publish(space, tokens)
+    space.publish_state(tokens, state())
     with ahead(writer.path) as later:
         own = space_of(later)
 
         def use(name):
             if name == "planned":
-                restore(own, tokens)
+                own.lookup(tokens)
 
         report = collect(later.context, Policy(size=0), pause=use)
-    assert (report.nodes, report.skipped) == (0, 1)
+    assert (report.nodes, report.states, report.skipped) == (0, 0, 1)
     assert restore(space, tokens).tokens == 40
 
 

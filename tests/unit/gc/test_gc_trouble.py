@@ -6,7 +6,9 @@ import errno
 import os
 import shutil
 import time
+from pathlib import Path
 
+import pytest
 from core_support import FAST, files, open_store
 from gc_support import (
     INTERVAL,
@@ -31,14 +33,16 @@ from kvstore import FileSystem, LockTimeoutError
 from kvstore.gc import Policy, collect, usage
 
 
-def test_a_file_that_cannot_be_removed_keeps_what_it_stands_on(writer):
+@pytest.mark.parametrize("code", ["EACCES", "EPERM", "EBUSY", "EISDIR", "ENOTDIR", "ENOTEMPTY"])
+def test_a_file_that_cannot_be_removed_keeps_what_it_stands_on(writer, code):
+    number = getattr(errno, code)
     space = fill(writer, 2, 60)
     doomed = space.lookup(prompt(60, 0)).steps[2].path
 
     class Refusing(FileSystem):
         def unlink(self, path):
             if path == doomed:
-                raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+                raise OSError(number, os.strerror(number), str(path))
             super().unlink(path)
 
     report = gc(writer.path, fs=Refusing(durability=FAST.durability), size=0)
@@ -47,6 +51,22 @@ def test_a_file_that_cannot_be_removed_keeps_what_it_stands_on(writer):
     assert report.nodes == 5
     assert restore(space, prompt(60, 0)).tokens == 48
     assert restore(space, prompt(60, 1)).tokens == 0
+
+
+def test_a_state_that_cannot_be_removed_keeps_its_kv(writer):
+    space = fill(writer, 2)
+    space.publish_state(prompt(40, 0), state())
+
+    class Refusing(FileSystem):
+        def unlink(self, path):
+            if Path(path).suffix == ".state":
+                raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+            super().unlink(path)
+
+    report = gc(writer.path, fs=Refusing(durability=FAST.durability), size=0)
+    check_valid(writer.path)
+    assert (report.failed, report.nodes, report.error) == (1, 3, "")
+    assert space.lookup(prompt(40, 0), trimmable=False).count == 40
 
 
 def test_a_read_only_directory_ends_the_collection_with_a_sentence(writer):

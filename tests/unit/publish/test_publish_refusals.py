@@ -132,7 +132,7 @@ def test_a_child_is_never_published_without_its_parent(tmp_path, space, first):
     end = first // 16 * 16 + 16
     with pytest.raises(MissingParentError, match="publish"):
         space.publish(TOKENS, [span(TOKENS, first, end)])
-    assert node_files(tmp_path / "cache") == []
+    assert (node_files(tmp_path / "cache"), block_files(tmp_path / "cache")) == ([], [])
 
 
 def test_nodes_before_the_failing_one_stay(tmp_path, space):

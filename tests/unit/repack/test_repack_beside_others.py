@@ -13,6 +13,7 @@ from core_support import FAST, INFO, SPECS, kv, open_store, prompt, restore
 from gc_support import DAY, check_valid, manifests, named
 from upkeep_support import assert_restores, counts, forget_tails, later, refs, rest, snapshot
 
+import kvstore.repack
 from kvstore import FileSystem, Span, TensorSpec
 from kvstore.gc import Policy, collect
 from kvstore.joining import join
@@ -86,6 +87,22 @@ def test_a_node_that_is_removed_while_its_blocks_are_joined_stays_removed(cold):
     assert (report.nodes, report.skipped) == (2, 1)
     assert not leaf.exists()
     check_valid(cold.path)
+
+
+@pytest.mark.parametrize(("act", "left"), [(os.utime, [5, 6, 5]), (os.unlink, None)], ids=["used", "removed"])
+def test_a_node_that_changes_before_its_manifest_is_read_again_is_left(cold, monkeypatch, act, left):
+    path = next(path for path in manifests(cold.path) if decode(path.read_bytes()).end == 16)
+    real = kvstore.repack.drop_contained
+
+    def drop_and_act(*arguments, **options):
+        found = real(*arguments, **options)
+        act(path)
+        return found
+
+    monkeypatch.setattr(kvstore.repack, "drop_contained", drop_and_act)
+    report = repack(cold.context)
+    assert (report.nodes, report.skipped, report.bound, report.error) == (2, 1, 0, "")
+    assert counts(cold.path).get(16) == left
 
 
 def test_a_collector_that_marked_the_old_manifest_removes_nothing_that_the_new_one_needs(cold):
