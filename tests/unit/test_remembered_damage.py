@@ -15,7 +15,8 @@ import os
 import pytest
 from core_support import INFO, block_files, node_files, open_store, prompt, restore, span, spans
 
-from kvstore import Store
+import kvstore.commit
+from kvstore import Store, UnavailableError
 
 TOKENS = prompt(40)
 
@@ -71,6 +72,38 @@ def test_a_block_that_could_not_be_opened_once_can_be_built_upon(tmp_path, store
     assert restore(space, TOKENS).tokens == 16
     space.publish(TOKENS, spans(TOKENS, 5, 16, 32))
     assert restore(space, TOKENS).tokens == 32
+
+
+def test_a_block_that_a_reader_reports_when_it_has_just_been_replaced_can_be_built_upon(store, space, monkeypatch):
+    """It had opened the damaged file before, and says so while the publish that healed it commits."""
+    space.publish(TOKENS, spans(TOKENS, 0, 5))
+    real = kvstore.commit.publish_lock
+
+    def lock(layout):
+        store.context.damaged.update(block_files(store.path))
+        return real(layout)
+
+    monkeypatch.setattr(kvstore.commit, "publish_lock", lock)
+    assert space.publish(TOKENS, spans(TOKENS, 5, 16)).nodes == 1
+    assert restore(space, TOKENS).tokens == 16
+
+
+def test_what_was_found_damaged_stays_so_when_nothing_could_take_its_place(tmp_path, store, space, monkeypatch):
+    """Only what the publish itself took for damaged is doubtful."""
+    space.publish(TOKENS, spans(TOKENS, 0, 16))
+    (node,) = node_files(tmp_path / "cache")
+    node.write_bytes(b"damaged")
+    assert restore(space, TOKENS).tokens == 0
+
+    def full():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as failing:
+        failing.setattr(store.context.staging, "create", full)
+        with pytest.raises(UnavailableError):
+            space.publish(TOKENS, spans(TOKENS, 0, 16))
+    assert space.lookup(TOKENS).count == 0
+    assert store.counters.damaged == 1
 
 
 def test_a_state_that_cannot_be_looked_for_is_a_miss(space, monkeypatch):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from core_support import block_files, node_files, open_store, prompt, spans
+from core_support import block_files, node_files, open_store, prompt, restore, spans
 
+import kvstore.commit
 from kvstore import LockTimeoutError, MissingParentError, NamespaceInfo
 from kvstore.locks import publish_lock
 from kvstore.states import State, StateTensor
@@ -101,3 +102,23 @@ def test_of_two_who_publish_the_same_one_is_counted(store, space, moment, monkey
     kept = size_of([*block_files(store.path), *node_files(store.path)])
     assert sum(each["written_bytes"] for each in counted) == kept
     assert sum(each["published_nodes"] for each in counted) == 1
+
+
+def test_a_block_that_another_heals_before_the_lock_is_taken_is_kept_once(store, space, monkeypatch):
+    space.publish(TOKENS, spans(TOKENS, 0, 16))
+    (block,), (node,) = block_files(store.path), node_files(store.path)
+    node.unlink()
+    whole = block.read_bytes()
+    block.write_bytes(b"short")
+    real = kvstore.commit.kept_open
+
+    def heal(fs, path):
+        block.write_bytes(whole)
+        return real(fs, path)
+
+    monkeypatch.setattr(kvstore.commit, "kept_open", heal)
+    published = space.publish(TOKENS, spans(TOKENS, 0, 16))
+    assert (published.nodes, published.blocks, published.written) == (1, 0, node.stat().st_size)
+    assert restore(space, TOKENS).tokens == 16
+    assert not list((store.path / "quarantine").iterdir())
+    assert not [path for path in (store.path / "tmp").rglob("*") if path.is_file()]

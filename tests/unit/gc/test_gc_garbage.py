@@ -320,7 +320,7 @@ def test_tokenizations_go_with_what_was_used_as_long_ago(writer):
         path = saved._path(request_key(b"scope", b"%d" % number))
         stamp = time.time_ns() - int(age * SECOND)
         os.utime(path, ns=(stamp, stamp))
-    alone = gc(writer.path, dry_run=True, size=0, namespace=space_of(writer).id)
+    alone = gc(writer.path, dry_run=True, older_than_ns=1, namespace=space_of(writer).id)
     assert (alone.nodes, alone.tokenizations) == (12, 0), "they are of no namespace"
     with ahead(writer.path) as later:
         need_one = Policy(size=usage(later.context) - 1)

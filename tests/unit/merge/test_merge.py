@@ -7,7 +7,7 @@ import time
 
 import pytest
 from core_support import INFO, block_files, files, open_store, prompt
-from gc_support import DAY, TENANT, check_valid, manifests, named
+from gc_support import DAY, TENANT, check_valid, manifests, named, state
 from merge_support import ONE, THREE, TWO, by_end
 from upkeep_support import assert_restores, counts, forget_tails, grow, read_state, rest, snapshot
 
@@ -125,6 +125,7 @@ def test_a_node_of_both_keeps_the_targets_blocks(pair):
 def test_a_dry_run_changes_nothing_and_says_the_same(pair):
     a, b = pair
     grow(a.namespace(INFO), prompt(12, 5), 5, 12)  # two nodes with one block, which is copied once
+    a.namespace(INFO).publish_state(ONE, state(6))  # at a tail, which nothing else can lie upon
     before = snapshot(b.path)
     would = merge(a.context, b.context, dry_run=True)
     assert snapshot(b.path) == before

@@ -150,6 +150,17 @@ def test_a_parent_that_the_targets_collector_removes_meanwhile_is_noticed_under_
     assert_restores(b.path, [(INFO, ONE)])
 
 
+def test_a_node_of_both_that_the_targets_collector_removes_meanwhile_is_not_there(pair):
+    a, b = pair
+    path = by_end(b.path)[16]
+    os.utime(path, ns=(0, 0))
+    with open_store(b.path, None, Hooked(call="touch", part=path.name, hook=path.unlink)) as target:
+        report = merge(a.context, target.context)
+    assert (report.there, report.skipped, report.without_parent, report.error) == (0, 2, 2, "")
+    assert merge(a.context, b.context).skipped == 0
+    assert_restores(b.path, [(INFO, ONE), (INFO, TWO)])
+
+
 def test_a_collector_that_chose_the_parent_before_leaves_it(pair):
     """It marked the target before the merge, and sweeps after a child was put upon a node that nothing else keeps."""
     a, b = pair

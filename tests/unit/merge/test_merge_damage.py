@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from core_support import INFO, files, open_store, restore, span
-from gc_support import TENANT, as_newer, check_valid, publish
+from gc_support import TENANT, as_newer, check_valid, publish, state
 from merge_support import ONE, THREE, TWO, by_end
 from upkeep_support import HARM, assert_restores, fifo, flip, grow, invoke, link, refs
 
@@ -44,6 +44,15 @@ def test_a_damaged_block_stays_behind_with_all_that_continues_its_node(pair, how
         assert restore(store.namespace(INFO), ONE).tokens == 16
     assert not b.context.layout.block(ref.digest).exists()
     assert not any((b.path / "tmp").rglob("[0-9a-f]"))
+
+
+def test_a_state_at_the_first_chunk_stays_behind_with_its_damaged_kv(pair):
+    a, b = pair
+    a.namespace(TENANT).publish_state(THREE[:16], state(5))
+    flip(a.namespace(TENANT).lookup(THREE[:16]).steps[0].path)
+    report = merge(a.context, b.context)
+    assert (report.damaged, report.without_parent, report.states) == (1, 2, 1)
+    check_valid(b.path)
 
 
 @pytest.mark.parametrize("how", [how for how in DAMAGE if how not in ("gone", "link", "fifo")])

@@ -141,15 +141,18 @@ def test_a_tail_that_is_no_prefix_of_the_prompt_is_not_built_upon(space):
 
 def test_publishing_again_writes_nothing_and_makes_it_young(tmp_path):
     times = iter(range(NOW, NOW + 1000 * 10**9, 10**9))
-    space = open_store(tmp_path / "cache", clock=lambda: next(times)).namespace(INFO)
+    store = open_store(tmp_path / "cache", clock=lambda: next(times))
+    space = store.namespace(INFO)
     space.publish(TOKENS, spans(TOKENS, 0, 5))
     (manifest,) = node_files(tmp_path / "cache")
+    store.context.recent.clear()
     before, content = manifest.stat(), files(tmp_path / "cache")
     again = space.publish(TOKENS, spans(TOKENS, 0, 5))
     assert (again.end, again.nodes, again.written) == (5, 0, 0)
     assert files(tmp_path / "cache") == content
     assert manifest.stat().st_ino == before.st_ino
     assert NOW + 10**9 < manifest.stat().st_mtime_ns < NOW + 1000 * 10**9
+    assert list(store.context.recent) == [str(manifest)], "where it cannot be touched, this process knows of it"
 
 
 def test_the_first_writer_wins(space):
@@ -203,11 +206,15 @@ def test_a_block_that_is_there_needs_no_room(tmp_path, code):
     assert not [path for path in (tmp_path / "cache" / "tmp").rglob("*") if path.is_file()]
 
 
-def test_a_missing_block_is_written_again(tmp_path, space):
+@pytest.mark.parametrize("known", [False, True], ids=["gone", "damaged and set aside by somebody else"])
+def test_a_missing_block_is_written_again(tmp_path, store, space, known):
     space.publish(TOKENS, spans(TOKENS, 0, 5))
     (block,) = block_files(tmp_path / "cache")
     block.unlink()
+    if known:
+        store.context.damaged.add(block)
     space.publish(TOKENS, spans(TOKENS, 0, 5))
+    assert store.context.damaged == set()
     assert restore(space, TOKENS).tokens == 5
 
 
@@ -245,6 +252,7 @@ def test_a_flipped_bit_heals_with_the_next_publish(tmp_path, store, space):
     assert restore(space, TOKENS).tokens == 16
     assert restore(space, TOKENS).tokens == 16
     space.publish(TOKENS, [span(TOKENS, 16, 20)])
+    assert store.context.damaged == set(), "who goes on from here must not wait for a restore"
     assert restore(space, TOKENS).tokens == 20
     healed = files(tmp_path / "cache")
     assert {name: healed[name] for name in whole if ".kv" not in name} == {

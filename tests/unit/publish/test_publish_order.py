@@ -59,6 +59,19 @@ def test_data_are_durable_before_the_manifest_gets_its_name(tmp_path):
     )
 
 
+def test_the_name_of_a_block_that_is_there_is_durable_before_the_manifest_gets_its_own(tmp_path):
+    """Who gave it that name may have been killed before it was: a power cut would take it from under the manifest."""
+    with open_store(tmp_path / "cache") as other:
+        other.namespace(INFO).publish(TOKENS, spans(TOKENS, 0, 5))
+        node_files(other.path)[0].unlink()
+    fs = Recording()
+    space = open_store(tmp_path / "cache", fs=fs).namespace(INFO)
+    fs.calls.clear()
+    assert space.publish(TOKENS, spans(TOKENS, 0, 5)).blocks == 0
+    assert fs.calls.index(("sync_dir", "blocks")) < fs.calls.index(("rename", "nodes"))
+    assert ("rename", "blocks") not in fs.calls
+
+
 def test_nothing_is_written_under_the_publish_lock(tmp_path):
     """Another process could take the lock during every write."""
     layout = open_store(tmp_path / "cache").context.layout
