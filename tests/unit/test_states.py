@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from core_support import block_files
 
 import kvstore.states
 from kvstore import (
@@ -139,9 +140,10 @@ def test_the_longest_tail_with_a_state_wins(namespace):
     assert read(namespace, match)[0]["cursor"] == 2
 
 
-def test_a_state_needs_its_node(namespace):
+def test_a_state_needs_its_node(store, namespace):
     with pytest.raises(MissingParentError):
         namespace.publish_state(TOKENS[:32], state(1))
+    assert block_files(store.path) == [], "nothing is written for nothing"
     publish_to(namespace, 32)
     with pytest.raises(MissingParentError):
         namespace.publish_state(TOKENS[:40], state(1))

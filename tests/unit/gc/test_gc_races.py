@@ -423,6 +423,17 @@ def test_a_file_that_is_taken_over_is_never_missing_and_stays_open(writer, monke
     assert block.stat().st_ino == inode
 
 
+def test_the_block_of_another_user_gives_way_to_the_same_that_was_just_written(writer, monkeypatch):
+    space, tokens = space_of(writer), prompt(9)
+    publish(space, tokens)
+    (block,), (manifest,) = blocks(writer.path), manifests(writer.path)
+    before = block.stat().st_ino
+    manifest.unlink()
+    of_another_user(monkeypatch, writer.path)
+    assert space.publish(tokens, spans(tokens, 0, 9)).blocks == block.stat().st_size
+    assert block.stat().st_ino != before
+
+
 def test_a_copy_counts_as_written(writer, monkeypatch):
     """Found by review: the write limit never saw what two users copied from each other."""
     space, tokens = space_of(writer), prompt(20)

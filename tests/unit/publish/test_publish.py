@@ -132,6 +132,19 @@ def test_a_branch_inside_a_chunk_shares_the_blocks_before_it(tmp_path):
     assert first[1].digest != second[1].digest
 
 
+def test_a_chunk_grows_from_another_node_with_that_border_when_the_first_has_lost_its_block(tmp_path, space):
+    branch = [*TOKENS[:5], *prompt(4, 9)]
+    space.publish(branch, [span(branch, 0, 5, phase=8), span(branch, 5, 9)])
+    shortest, _ = node_files(tmp_path / "cache")
+    shortest.unlink()
+    known = set(block_files(tmp_path / "cache"))
+    space.publish(TOKENS, [span(TOKENS, 0, 5)])
+    (lost,) = set(block_files(tmp_path / "cache")) - known
+    lost.unlink()
+    space.publish(TOKENS, [span(TOKENS, 5, 14)])
+    assert restore(space, TOKENS).tokens == 14
+
+
 def test_a_tail_that_is_no_prefix_of_the_prompt_is_not_built_upon(space):
     other = [*TOKENS[:4], 1, *TOKENS[5:]]
     space.publish(TOKENS, spans(TOKENS, 0, 5))

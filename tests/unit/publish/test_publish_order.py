@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from core_support import FAST, INFO, SPECS, node_files, open_store, prompt, restore, span, spans
 from crash_support import where
+from gc_support import manifests, state
 
 from kvstore import FileSystem, KVStoreError, MissingParentError, PublishError, Span, State
 
@@ -121,12 +123,43 @@ def test_a_parent_that_is_swept_away_before_the_commit_is_noticed(tmp_path):
     assert node_files(tmp_path / "cache") == []
 
 
+def test_a_kv_that_is_swept_away_before_its_state_commits_is_noticed(tmp_path):
+    open_store(tmp_path / "cache").namespace(INFO).publish(TOKENS, spans(TOKENS, 0, 16))
+    store = open_store(tmp_path / "cache", fs=Sweeping(what="nodes"))
+    with pytest.raises(MissingParentError):
+        store.namespace(INFO).publish_state(TOKENS[:16], state())
+    assert manifests(store.path) == []
+
+
 def test_a_failed_publish_leaves_no_staged_file(tmp_path, store, space):
     with pytest.raises(PublishError):
         space.publish(TOKENS, [*spans(TOKENS, 0, 16), Span(16, 4, SPECS, [])])
     assert [path for path in (tmp_path / "cache" / "tmp").rglob("*") if path.is_file()] == []
     store.close()
     assert FAST.read_file(tmp_path / "cache" / "kvstore.json", 1000)
+
+
+def put(store, space, kind):
+    if kind == "tokens":
+        store.tokenizations(b"scope").put(b"request", bytes(8))
+    else:
+        space.publish(TOKENS, spans(TOKENS, 0, 16))
+
+
+@pytest.mark.parametrize("kind", ["blocks", "nodes", "tokens"])
+def test_what_cannot_get_its_name_leaves_no_staged_file(store, space, monkeypatch, kind):
+    """A server may go on for months, and try again with each prompt."""
+    real = FileSystem.rename
+
+    def refusing(fs, source, target):
+        if kind in target.parts:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(target))
+        real(fs, source, target)
+
+    monkeypatch.setattr(FileSystem, "rename", refusing)
+    with pytest.raises((OSError, KVStoreError)):
+        put(store, space, kind)
+    assert [path for path in (store.path / "tmp").rglob("*") if path.is_file()] == []
 
 
 def test_a_state_of_nothing_is_refused_and_counted(store, space):

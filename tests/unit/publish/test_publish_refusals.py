@@ -135,6 +135,12 @@ def test_a_child_is_never_published_without_its_parent(tmp_path, space, first):
     assert (node_files(tmp_path / "cache"), block_files(tmp_path / "cache")) == ([], [])
 
 
+def test_a_span_that_begins_inside_a_block_is_refused(space):
+    space.publish(TOKENS, spans(TOKENS, 0, 5, 10))
+    with pytest.raises(MissingParentError, match="border at token 7"):
+        space.publish(TOKENS, [span(TOKENS, 7, 12)])
+
+
 def test_nodes_before_the_failing_one_stay(tmp_path, space):
     bad = Span(32, 8, SPECS, [])
     with pytest.raises(PublishError):
