@@ -233,10 +233,8 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
         yield "in-place updates", "yes" if found["donates"] else "no"
     if report.speeds is not None:
         speeds = report.speeds
-        cold = "" if speeds["read_cold"] is None else f" ({_rate(speeds['read_cold'])} from the disk)"
-        yield "disk", f"write and sync {_rate(speeds['write'])}, read into new memory {_rate(speeds['read'])}{cold}"
-        yield "store", f"publish {_rate(speeds['publish'])}, restore into new memory {_rate(speeds['restore'])}"
-
-
-def _rate(bytes_per_second: float) -> str:
-    return f"{bytes_per_second / 1e9:.2f} GB/s"
+        cold = "" if speeds["read_cold"] is None else f" ({format_size(speeds['read_cold'])}/s from the disk)"
+        raw = f"write and sync {format_size(speeds['write'])}/s, read into new memory {format_size(speeds['read'])}/s"
+        yield "disk", raw + cold
+        publish, restore = format_size(speeds["publish"]), format_size(speeds["restore"])
+        yield "store", f"publish {publish}/s, restore into new memory {restore}/s"

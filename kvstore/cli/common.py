@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from typing import Annotated, TypeAlias
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from kvstore.cli.app import console, namespace_ids, output, plain
 from kvstore.errors import KVStoreError
+from kvstore.sizes import format_size
 from kvstore.store import Store, unavailable
 
 __all__ = [
@@ -43,10 +45,18 @@ PrefixOption = Annotated[
 ]
 
 
+class _Speed(ProgressColumn):
+    """In the units of all other speeds; rich's own column counts by thousands."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("?" if speed is None else f"{format_size(speed)}/s", style="progress.data.speed")
+
+
 @contextmanager
 def bar(text: str, *, quiet: bool = False) -> Iterator[Told]:
     """A bar on stderr for bytes done of bytes in all, when that is a terminal."""
-    columns = (TextColumn(text), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    columns = (TextColumn(text), BarColumn(), DownloadColumn(binary_units=True), _Speed())
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=unseen(quiet)) as progress:
         task = progress.add_task(text, total=None)
         drawn = 0.0

@@ -141,7 +141,7 @@ def test_the_safe_path_restores_the_same(tmp_path, capsys, monkeypatch):
 def test_people_get_a_table(tmp_path, capsys):
     assert command([str(tmp_path / "cache"), *SMALL]) == 0
     said = capsys.readouterr().out
-    for word in ("not there yet", "filled and read in place", "write and sync", "GB/s", "publish"):
+    for word in ("not there yet", "filled and read in place", "write and sync", "iB/s", "publish"):
         assert word in said
 
 

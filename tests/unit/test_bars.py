@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from core_support import INFO, open_store, prompt
 from gc_support import DAY
 from pty_support import Seen, after, plain, run_at
+from rich.console import Console
 from upkeep_support import forget_tails, grow, later, rest
+
+from kvstore.cli import common
 
 TOKENS = prompt(48)
 BAR = "━"
@@ -71,6 +76,20 @@ def test_a_bar_is_drawn_where_somebody_looks(root, command):
     assert COMMANDS[command][2] in seen.out
     assert BAR not in seen.out
     assert "\x1b" not in seen.out
+
+
+def test_a_speed_has_the_units_of_the_tables(monkeypatch):
+    now = [0.0]
+    drawn = Console(file=io.StringIO(), force_terminal=True, width=110, get_time=lambda: now[0])
+    monkeypatch.setattr(common, "console", drawn)
+    monkeypatch.setattr(common, "unseen", lambda quiet: False)
+    monkeypatch.setattr(common, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with common.bar("copying") as told:
+        for second in range(1, 4):
+            now[0] = float(second)
+            told(second << 20, 4 << 20)
+        told(4 << 20, 4 << 20)
+    assert "4.0/4.0 MiB 1.5 MiB/s" in plain(drawn.file.getvalue())
 
 
 @pytest.mark.parametrize("command", COMMANDS)
