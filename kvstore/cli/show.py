@@ -63,19 +63,21 @@ def show(
     ],
     *,
     text: Annotated[bool, typer.Option("--text", help="Print what its tokens say.")] = False,
-    tokenizer: Annotated[
+    model: Annotated[
         Path | None,
         typer.Option(
+            "--model",
+            "--tokenizer",
             metavar="FOLDER",
-            help="The folder of the model, or of its tokenizer.json, for --text. Without it the model's name is looked "
-            "for here and among this machine's downloads from the Hugging Face hub.",
+            help="The model's folder, or its tokenizer.json, for --text. Without it the model's name is looked for "
+            "here and among this machine's downloads from the Hugging Face hub.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show one saved prefix: its nodes, their blocks and boundary states, and with --text its words."""
-    if tokenizer is not None and not text:
-        raise typer.BadParameter("--tokenizer FOLDER goes with --text")
+    if model is not None and not text:
+        raise typer.BadParameter("--model FOLDER goes with --text")
     if len(names) > 2:
         raise typer.BadParameter("name a cache directory and a key, or a key alone")
     directory, key = (named(names[0]) if len(names) > 1 else None), names[-1]
@@ -89,7 +91,7 @@ def show(
             raise unavailable(store.path, error) from error
         words = None
         if text:
-            words = Words(tokenizer or tokenizer_of(found.label), "--text").decode(list(found.tokens))
+            words = Words(model or tokenizer_of(found.label), "--text").decode(list(found.tokens))
         if as_json:
             document = {"directory": str(store.path), **_document(found)}
             print_json(document if words is None else {**document, "text": words})

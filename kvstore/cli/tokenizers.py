@@ -35,13 +35,11 @@ def tokenizer_of(label: str) -> Path:
     if not found:
         raise KVStoreError(
             f"no tokenizer of {label!r} is in this folder or among the downloads of the Hugging Face hub; "
-            "name the model's folder with --tokenizer FOLDER"
+            "name the model's folder with --model FOLDER"
         )
     if len(found) > 1:
         places = " and ".join(str(path.parent) for path in found.values())
-        raise KVStoreError(
-            f"there are different tokenizers of {label!r}, in {places}; name one with --tokenizer FOLDER"
-        )
+        raise KVStoreError(f"there are different tokenizers of {label!r}, in {places}; name one with --model FOLDER")
     return next(iter(found.values()))
 
 

@@ -59,7 +59,12 @@ def why(
             "Needs --model.",
         ),
     ] = None,
-    model: Annotated[Path | None, typer.Option(metavar="FOLDER", help="The model's folder, for its tokenizer.")] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model", "--tokenizer", metavar="FOLDER", help="The model's folder, or its tokenizer.json, to show texts."
+        ),
+    ] = None,
     namespace: PrefixOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -122,7 +122,8 @@ def test_doctor_s_flags(bash):
     [
         ["ls", ""],
         ["merge", "a", ""],
-        ["show", "--tokenizer", ""],
+        ["show", "--model", ""],
+        ["why", "--tokenizer", ""],
         ["report", "-o", ""],
         ["serve", "--kv-cache-dir", ""],
         ["serve", "--model", ""],

@@ -71,7 +71,7 @@ MISTAKES = [
     ("show s", 1, "'s' is not a key; name one, or a directory and one"),
     ("show", 2, "missing argument"),
     # options that belong together, or do not
-    ("show s 00 --tokenizer folder", 2, "--tokenizer FOLDER goes with --text"),
+    ("show s 00 --tokenizer folder", 2, "--model FOLDER goes with --text"),
     ("why s", 2, "name the prompt by --tokens FILE or by --prompt FILE"),
     ("why s --tokens ids.json --prompt words.txt", 2, "name the prompt by --tokens FILE or by --prompt FILE"),
     ("why s --prompt words.txt", 2, "--prompt needs --model FOLDER"),

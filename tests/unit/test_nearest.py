@@ -268,7 +268,7 @@ def test_both_texts_are_shown_below_each_other(tmp_path, model):
     assert "↵" in given
     assert "A date or a time differs" in out
     assert snapshot(tmp_path / "s") == before
-    document = invoke_json("why", tmp_path / "s", "--prompt", tmp_path / "prompt.txt", "--model", model)
+    document = invoke_json("why", tmp_path / "s", "--prompt", tmp_path / "prompt.txt", "--tokenizer", model)
     at = len(encode(model, SAVED.partition("Monday")[0]))
     assert (document["matched"], document["end"], document["causes"]) == (at, "differs", ["date"])
     assert document["texts"]["saved"].startswith("Monday")

@@ -197,32 +197,31 @@ def says(store: Store, text: str) -> str:
     return key_of(store, tokens)
 
 
-def test_the_text_is_decoded_by_a_tokenizer(talk):
+@pytest.mark.parametrize("option", ["--model", "--tokenizer"])
+def test_the_text_is_decoded_by_a_tokenizer(talk, option):
     text = "<|im_start|>user\nWhat is a KV cache? \x1b[2J é<|im_end|>\n"
     key = says(talk, text)
-    code, out, _ = invoke("show", talk.path, key, "--text", "--tokenizer", talk.path.parent / "model")
+    code, out, _ = invoke("show", talk.path, key, "--text", option, talk.path.parent / "model")
     assert code == 0
     assert out.endswith(text.replace("\x1b", "?") + "\n")
-    document = invoke_json(
-        "show", talk.path, key, "--text", "--tokenizer", talk.path.parent / "model" / "tokenizer.json"
-    )
+    document = invoke_json("show", talk.path, key, "--text", option, talk.path.parent / "model" / "tokenizer.json")
     assert document["text"] == text
 
 
 def test_text_without_the_package_a_file_or_an_option_is_one_sentence(talk, monkeypatch):
     key = key_of(talk, TOKENS)
-    code, _, err = invoke("show", talk.path, key, "--tokenizer", talk.path)
+    code, _, err = invoke("show", talk.path, key, "--model", talk.path)
     assert code == 2
     assert "goes with --text" in err
-    code, out, err = invoke("show", talk.path, key, "--text", "--tokenizer", talk.path)
+    code, out, err = invoke("show", talk.path, key, "--text", "--model", talk.path)
     assert (code, out) == (1, "")
     assert "name the folder of the model" in " ".join(err.split())
     (talk.path.parent / "tokenizer.json").write_text("{}")
-    code, _, err = invoke("show", talk.path, key, "--text", "--tokenizer", talk.path.parent)
+    code, _, err = invoke("show", talk.path, key, "--text", "--model", talk.path.parent)
     assert code == 1
     assert "is it the right one?" in " ".join(err.split())
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    code, _, err = invoke("show", talk.path, key, "--text", "--tokenizer", talk.path.parent)
+    code, _, err = invoke("show", talk.path, key, "--text", "--model", talk.path.parent)
     assert code == 1
     assert "pip install tokenizers" in " ".join(err.split())
 
@@ -280,7 +279,7 @@ def test_a_tokenizer_that_is_not_here_is_asked_for(talk, hub):
     code, out, err = invoke("show", talk.path, key, "--text")
     assert (code, out) == (1, "")
     assert "no tokenizer of 'Small-1B-4bit'" in " ".join(err.split())
-    assert "--tokenizer FOLDER" in " ".join(err.split())
+    assert "--model FOLDER" in " ".join(err.split())
     downloaded(hub, "models--one--Small-1B-4bit")
     downloaded(hub, "models--two--Small-1B-4bit", more=" ")
     code, _, err = invoke("show", talk.path, key, "--text")
