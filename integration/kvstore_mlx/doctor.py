@@ -19,17 +19,18 @@ import argparse
 import logging
 import os
 import platform
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import typer
 from rich.table import Table
 
-from kvstore.cli.adapters import SentenceParser
-from kvstore.cli.app import console, output, print_json
+from kvstore.cli.app import complain, output, print_json
 from kvstore.cli.common import warn
 from kvstore.errors import KVStoreError
 from kvstore.gc import usage
@@ -100,7 +101,7 @@ def _without_log() -> Iterator[None]:
 def parser(_command: str = "doctor", *, engine_flags: bool = True) -> argparse.ArgumentParser:
     """The parser of the command, which has no flags of an engine's; see kvstore.cli.adapters."""
     del engine_flags
-    made = SentenceParser(
+    made = _Parser(
         prog="kvstore doctor",
         description="Say whether this machine, this engine and this cache directory go together, and how fast.",
         epilog="Exit codes: 0 all is well; 1 something cannot be used; 2 wrong command line; 3 works, with warnings.",
@@ -124,6 +125,27 @@ def parser(_command: str = "doctor", *, engine_flags: bool = True) -> argparse.A
         help="bytes to measure speeds with (default: 256MiB, four times in memory)",
     )
     return made
+
+
+class _Parser(argparse.ArgumentParser):
+    """Argparse, but a mistake is answered as the store's commands answer theirs."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say it, and end."""
+        said = _reworded(message)
+        # What we say of a value ends with what to write.
+        complain(said if "; " in said else f"{said}; see `{self.prog} --help`")
+        raise typer.Exit(2)
+
+
+def _reworded(message: str) -> str:
+    """What argparse says, in the words of the library that parses for the other commands."""
+    if unknown := re.fullmatch(r"unrecognized arguments: (.*)", message):
+        words = unknown[1]
+        return f"no such option: {words}" if words.startswith("-") else f"got unexpected extra argument(s) ({words})"
+    if alone := re.fullmatch(r"argument (\S+): expected one argument", message):
+        return f"option '{alone[1]}' requires an argument"
+    return message.removeprefix("argument ")
 
 
 def _named(text: str) -> str:
@@ -214,7 +236,7 @@ def _print(report: Report) -> None:
     output().print(table, highlight=False, markup=False)
     warn(report.warnings)
     for problem in report.problems:
-        console.print(f"kvstore: {problem}", style="red", highlight=False, soft_wrap=True, markup=False)
+        complain(problem)
 
 
 def _rows(report: Report) -> Iterator[tuple[str, str]]:

@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
 __all__ = [
     "Completion",
-    "SentenceParser",
     "adapter_commands",
     "add_adapter_commands",
     "completions",
@@ -33,14 +32,6 @@ __all__ = [
 ]
 
 _GROUP = "kvstore.commands"
-
-
-class SentenceParser(argparse.ArgumentParser):
-    """Argparse for an adapter's command: a mistake is one sentence, without the usage above it. Exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        """Say it, and end."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 @dataclass(frozen=True)

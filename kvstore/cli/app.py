@@ -35,6 +35,7 @@ __all__ = [
     "DirectoryArgument",
     "JsonOption",
     "app",
+    "complain",
     "console",
     "counted",
     "main",
@@ -85,9 +86,13 @@ def _one_sentence() -> Iterator[None]:
         said = message()
         # What we say of a value, and a guess at what was meant, need no more words.
         more = "" if said.startswith("Invalid value: ") or said.endswith("?") else f"; see `{command} --help`"
-        text = f"kvstore: {plain(_reworded(said))}{more}"
-        console.print(text, style="red", highlight=False, soft_wrap=True, markup=False)
+        complain(f"{_reworded(said)}{more}")
         raise typer.Exit(error.exit_code) from error  # type: ignore[attr-defined]
+
+
+def complain(sentence: str) -> None:
+    """Say on stderr why a command is not done."""
+    console.print(f"kvstore: {plain(sentence)}", style="red", highlight=False, soft_wrap=True, markup=False)
 
 
 def _reworded(message: str) -> str:
@@ -120,6 +125,15 @@ def _no_type(ctx: Any) -> None:
 
 class Command(_Untyped, TyperCommand):
     """A command of kvstore's own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As typer does; an option without its value is told of which command it is, for the help to see."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if getattr(error, "ctx", ctx) is None:
+                error.ctx = ctx  # type: ignore[attr-defined]
+            raise
 
 
 class _App(typer.Typer):
@@ -231,7 +245,7 @@ def sentences() -> Iterator[None]:
     try:
         yield
     except KVStoreError as error:
-        console.print(f"kvstore: {plain(str(error))}", style="red", highlight=False, soft_wrap=True, markup=False)
+        complain(str(error))
         raise typer.Exit(2 if isinstance(error, SizeError) else 1) from error
 
 
@@ -287,15 +301,11 @@ def _tolerate() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-def _missing(sentence: str) -> None:
-    console.print(f"kvstore: {sentence}", style="red", highlight=False, soft_wrap=True, markup=False)
-
-
 def main() -> None:
     """Entry point of the console script."""
     # Importing a command module registers it, and only here.
     from kvstore.cli import clear, du, fsck, gc, ls, merge, quota, repack, report, show, stats, top, tree, why  # noqa: F401, PLC0415
 
-    add_adapter_commands(app, _missing)
+    add_adapter_commands(app, complain)
     _tolerate()
     app()

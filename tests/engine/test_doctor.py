@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import typer
 
 from kvstore import Store
 from kvstore_mlx import doctor, selfcheck, speeds
@@ -143,31 +144,38 @@ def test_people_get_a_table(tmp_path, capsys):
     said = capsys.readouterr().out
     for word in ("not there yet", "filled and read in place", "write and sync", "iB/s", "publish"):
         assert word in said
+    assert "B/s" not in said.replace("iB/s", "")  # as in all other commands
 
 
 def test_a_wrong_command_line_is_2(capsys):
-    with pytest.raises(SystemExit) as error:
+    with pytest.raises(typer.Exit) as error:
         command(["--size", "many"])
-    assert error.value.code == 2
+    assert error.value.exit_code == 2
     assert "--size" in capsys.readouterr().err
 
 
 def test_an_empty_name_is_not_the_current_directory(capsys):
-    with pytest.raises(SystemExit) as error:
+    with pytest.raises(typer.Exit) as error:
         command(["", "--no-speed"])
-    assert error.value.code == 2
+    assert error.value.exit_code == 2
     assert "the name of the directory is empty" in capsys.readouterr().err
 
 
-def test_it_is_a_command_of_kvstore(tmp_path):
-    run = subprocess.run(
-        [sys.executable, "-m", "kvstore", "doctor", str(tmp_path / "cache"), "--no-speed", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvstore", "doctor", *words], capture_output=True, text=True, timeout=120, check=False
     )
-    assert json.loads(run.stdout)["state"] == "absent"
+
+
+def test_a_mistake_is_one_sentence_and_no_usage():
+    done = run("--nope")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "kvstore: no such option: --nope; see `kvstore doctor --help`\n"
+
+
+def test_it_is_a_command_of_kvstore(tmp_path):
+    done = run(str(tmp_path / "cache"), "--no-speed", "--json")
+    assert json.loads(done.stdout)["state"] == "absent"
     # A temporary folder, or one in memory: that is what the warning is about.
-    assert run.returncode == 3
-    assert "temporary" in run.stdout or "in memory" in run.stdout
+    assert done.returncode == 3
+    assert "temporary" in done.stdout or "in memory" in done.stdout

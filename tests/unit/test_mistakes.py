@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 from core_support import open_store
 from gc_support import TENANT, prompt, publish, space_of
 from upkeep_support import invoke, snapshot
@@ -86,7 +87,7 @@ MISTAKES = [
     ("lss", 2, "no such command 'lss'"),
     ("ls s --trees", 2, "no such option: --trees"),
     ("ls s --sort size", 2, "'size' is not one of 'tokens', 'bytes', 'age'"),
-    ("ls s --older-than", 2, "requires an argument"),
+    ("ls s --older-than", 2, "option '--older-than' requires an argument; see `kvstore ls --help`"),
     # files of prompts
     ("why s --tokens nowhere", 1, "cannot read nowhere: No such file or directory"),
     ("why s --tokens folder", 1, "cannot read folder: Is a directory"),
@@ -185,22 +186,32 @@ def test_a_check_that_could_not_be_done_does_not_say_no_errors(desk):
     assert "cannot write folder (Is a directory); name another file to resume from" in err
 
 
+@pytest.mark.parametrize("line", ["--nope", "one two", "--size"])
+def test_doctor_answers_alike(capsys, line):
+    """It has another parser than the store's commands have."""
+    _, _, theirs = invoke("gc", *line.split())
+    assert said_by_doctor(capsys, line) == theirs.replace("gc", "doctor")
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--size 20GG", "argument --size: '20GG' is not a size; write it like 20GiB, 500MB or 1048576"),
-        ("--size 0", "argument --size: 0 B tell no speed; give at least 1.0 MiB"),
-        ("--nope", "unrecognized arguments: --nope"),
-        ("one two", "unrecognized arguments: two"),
+        ("--size 20GG", "--size: '20GG' is not a size; write it like 20GiB, 500MB or 1048576"),
+        ("--size 0", "--size: 0 B tell no speed; give at least 1.0 MiB"),
+        ("--json=3", "--json: ignored explicit argument '3'; see `kvstore doctor --help`"),
     ],
 )
-def test_doctor_answers_alike(capsys, line, said):
+def test_doctor_says_what_is_wrong_with_a_value(capsys, line, said):
+    assert said_by_doctor(capsys, line) == f"kvstore: {said}\n"
+
+
+def said_by_doctor(capsys: pytest.CaptureFixture[str], line: str) -> str:
     from kvstore_mlx.doctor import command
 
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(typer.Exit) as stop:
         command(line.split())
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == f"kvstore doctor: error: {said}\n"
+    assert stop.value.exit_code == 2
+    return capsys.readouterr().err
 
 
 def run(*words: object, **more: str) -> subprocess.CompletedProcess[str]:
