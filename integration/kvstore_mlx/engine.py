@@ -21,7 +21,7 @@ from kvstore_mlx.fingerprint import Quantization
 from kvstore_mlx.padding import Padding
 from kvstore_mlx.prefill import pieces, prefill, with_prefix
 from kvstore_mlx.recording import Recording
-from kvstore_mlx.tier import TieredPromptCache, guarded
+from kvstore_mlx.tier import TieredPromptCache
 
 __all__ = ["RecordingBatchGenerator", "recording_stream_generate"]
 
@@ -34,6 +34,7 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
     def __init__(self, *args: Any, tier: TieredPromptCache, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._tier = tier
+        self._failures = tier.failures
         self._recordings: dict[int, Recording] = {}
         self._due: set[int] = set()
         self._added: dict[int, set[int]] = {}
@@ -85,14 +86,14 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
             self._tier.prefilling()
         prompt_responses, generation_responses = super().next()
         if generation_responses:
-            self._tier.stepped()
+            self._failures.guarded(self._tier.stepped)
         for response in prompt_responses:
             # The server keeps a cache in memory for each of its own segments, and counts them.
             if response.progress[0] in self._added.get(response.uid, ()) and not response.end_of_prompt:
                 response.end_of_segment = False
         if self._caching:
             if any(response.end_of_prompt for response in prompt_responses):
-                guarded(self._measure)
+                self._failures.guarded(self._measure)
             self._leave_out_padded(prompt_responses)
             self._look(generation_responses)
         return prompt_responses, generation_responses
@@ -110,8 +111,9 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
         """Keep nothing that the padding of a batch has reached, where the model takes it for tokens; see Padding."""
         try:
             padded = self._padding.look(prompt_responses, self._prompt_batch, self._generation_batch)
-        except Exception:
-            log.exception("kvstore: what is under way is not kept; this is a bug in kvstore, please report it")
+        except Exception as error:
+            if self._failures.due(error, "padding"):
+                log.exception("kvstore: what is under way is not kept; this is a bug in kvstore, please report it")
             # Not in memory either: the next turn would be recorded upon it.
             self._padding.give_up()
             self._recordings.clear()
@@ -134,7 +136,7 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
         for index, uid in enumerate(batch.uids):
             if (recording := self._recordings.get(uid)) is not None and batch.prompt_cache:
                 done = len(batch.tokens[index])
-                guarded(partial(_reached, recording, batch.prompt_cache, index, done))
+                self._failures.guarded(partial(_reached, recording, batch.prompt_cache, index, done))
         for response in generation_responses:
             recording = self._recordings.get(response.uid)
             if response.finish_reason is not None:
@@ -151,7 +153,8 @@ class RecordingBatchGenerator(BatchGenerator):  # type: ignore[misc]  # mlx-lm s
         for index, uid in enumerate(batch.uids):
             recording = self._recordings.get(uid)
             if uid in due and recording is not None:
-                guarded(partial(recording.first_token, batch.prompt_cache, index, len(batch.tokens[index])))
+                count = len(batch.tokens[index])
+                self._failures.guarded(partial(recording.first_token, batch.prompt_cache, index, count))
 
 
 def _reached(recording: Recording, caches: list[Any], index: int | None, done: int) -> None:
@@ -175,8 +178,8 @@ def recording_stream_generate(
             responses = generate(*args, **kwargs)
         else:
             tier.expect(caches, recording)
-            responses = _Single(recording, quantization, tier.prefilled).responses(generate, *args, **kwargs)
-        return _told(responses, tier.stepped, lambda: tier.give_up(caches))
+            responses = _Single(recording, quantization, tier).responses(generate, *args, **kwargs)
+        return _told(responses, partial(tier.failures.guarded, tier.stepped), lambda: tier.give_up(caches))
 
     return wrapped
 
@@ -199,14 +202,13 @@ def _show(settings: dict[str, Any], prefix: list[int]) -> None:
 
 
 class _Single:
-    """One request that mlx-lm serves alone. prefilled is told of its tokens, and the seconds to its first response."""
+    """One request that mlx-lm serves alone. The tier is told of its tokens, and the seconds to its first response."""
 
-    def __init__(
-        self, recording: Recording, quantization: Quantization | None, prefilled: Callable[[int, float], None]
-    ) -> None:
+    def __init__(self, recording: Recording, quantization: Quantization | None, tier: TieredPromptCache) -> None:
         self._recording = recording
         self._quantization = quantization
-        self._prefilled = prefilled
+        self._tier = tier
+        self._guarded = tier.failures.guarded
 
     def responses(
         self, generate: Callable[..., Any], *args: Any, prompt: list[int], prompt_cache: list[Any], **kwargs: Any
@@ -233,11 +235,11 @@ class _Single:
             count = None if draft else first + response.prompt_tokens + response.generation_tokens
             if first_response:
                 seconds = time.perf_counter() - started
-                guarded(lambda: self._prefilled(total, seconds))  # noqa: B023 - called at once
+                self._guarded(lambda: self._tier.prefilled(total, seconds))  # noqa: B023 - called at once
                 first_response = False
             yield replace(response, prompt_tokens=total)
             if recording.prompt_due:
-                guarded(lambda: recording.first_token(prompt_cache, None, count))  # noqa: B023 - called at once
+                self._guarded(lambda: recording.first_token(prompt_cache, None, count))  # noqa: B023 - called at once
 
     def _prefill(
         self, caches: list[Any], reused: int, report: Callable[[int], None], settings: Mapping[str, Any]
@@ -264,4 +266,4 @@ class _Single:
     def _reached(self, caches: list[Any], done: int) -> None:
         recording = self._recording
         if done < len(recording.prompt):
-            guarded(lambda: _reached(recording, caches, None, done))
+            self._guarded(lambda: _reached(recording, caches, None, done))

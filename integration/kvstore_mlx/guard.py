@@ -1,19 +1,18 @@
-"""What fails in the cache of a session never fails an answer: it is counted, said once, and done without."""
+"""What fails in a cache never fails an answer: it is said once a minute, and done without."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable
-from traceback import walk_tb
+from collections.abc import Callable
 from typing import TypeVar
 
 from kvstore.errors import KVStoreError, TokenError
 from kvstore_mlx.live import HookError
-from kvstore_mlx.seldom import Seldom
-from kvstore_mlx.trouble import in_words
+from kvstore_mlx.seldom import Seldom, alike
+from kvstore_mlx.trouble import BUG, in_words
 
-__all__ = ["Guard"]
+__all__ = ["Failures", "Guard"]
 
 log = logging.getLogger("kvstore")
 
@@ -22,12 +21,36 @@ Result = TypeVar("Result")
 _SAY_EVERY_S = 60.0
 
 
+class Failures:
+    """Which failures of a cache are for the log: the first of each kind, and then one a minute, although each token may
+    have one, and each request.
+    """
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._said = Seldom(_SAY_EVERY_S, monotonic)
+
+    def due(self, error: Exception, what: str = "") -> bool:
+        """Whether to say that this failed with such an error; it counts as said then."""
+        return self._said.due((what, alike(error)))
+
+    def guarded(self, save: Callable[[], object]) -> None:
+        """Run a step of saving; whatever goes wrong is logged and never fails the request."""
+        try:
+            save()
+        except (KVStoreError, MemoryError, OSError, ValueError) as error:
+            if self.due(error, "saving"):
+                log.warning("kvstore: not saved: %s", in_words(error))
+        except Exception as error:
+            if self.due(error, "saving"):
+                log.exception("kvstore: %s", BUG)
+
+
 class Guard:
-    """failures: how many steps of the cache failed. An interrupt is none of them, and passes."""
+    """For the steps of a session. failures: how many of them failed. An interrupt is none of them, and passes."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.failures = 0
-        self._said = Seldom(_SAY_EVERY_S, monotonic)
+        self._said = Failures(monotonic)
 
     def tried(self, step: Callable[[], Result], otherwise: Result) -> Result:
         """What a step of the cache gives, otherwise when it fails. Tokens that are no numbers are told, as the caller's
@@ -63,15 +86,4 @@ class Guard:
     def _counted(self, error: Exception) -> bool:
         """Whether to say it."""
         self.failures += 1
-        return self._said.due(_kind(error))
-
-
-def _kind(error: Exception) -> Hashable:
-    """What tells one trouble from others: not its text, which names a file or a number that is another each time."""
-    own = [
-        (frame.f_code.co_filename, line)
-        for frame, line in walk_tb(error.__traceback__)
-        if str(frame.f_globals.get("__name__")).partition(".")[0] in {"kvstore", "kvstore_mlx"}
-    ]
-    number = error.errno if isinstance(error, OSError) else None
-    return type(error), number, type(error.__cause__), tuple(own[-1:])
+        return self._said.due(error)

@@ -30,7 +30,7 @@ from kvstore_mlx.http import Gauges, observed_responses, reporting_handler
 from kvstore_mlx.metrics import Metrics
 from kvstore_mlx.spaces import Settings, Spaces
 from kvstore_mlx.status import Status
-from kvstore_mlx.tier import TieredPromptCache, guarded
+from kvstore_mlx.tier import TieredPromptCache
 from kvstore_mlx.tokenizing import TokenizingCache
 from kvstore_mlx.writer import Writer
 
@@ -271,7 +271,9 @@ def _responses(
 
         def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
             tokenized = super()._tokenize(tokens.wrap(tokenizer), request, args)
-            guarded(lambda: _announce(tier, provider, tokenized, tokenizer=tokenizer, request=request, args=args))
+            tier.failures.guarded(
+                lambda: _announce(tier, provider, tokenized, tokenizer=tokenizer, request=request, args=args)
+            )
             return tokenized
 
         _stop: bool

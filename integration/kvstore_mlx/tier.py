@@ -24,15 +24,16 @@ from kvstore_mlx.codecs import codec_of
 from kvstore_mlx.explain import Explainer, clause, nearest_of
 from kvstore_mlx.forms import Form, ModelSpace
 from kvstore_mlx.gate import Gate
+from kvstore_mlx.guard import Failures
 from kvstore_mlx.metrics import Fetched, Tier, Wrote
 from kvstore_mlx.plan import leaves_of
 from kvstore_mlx.recording import Recording
 from kvstore_mlx.restoring import Found, find, longest, restore
 from kvstore_mlx.spaces import Spaces
-from kvstore_mlx.trouble import BUG, in_words
+from kvstore_mlx.trouble import in_words
 from kvstore_mlx.writer import Writer
 
-__all__ = ["TieredPromptCache", "guarded"]
+__all__ = ["TieredPromptCache"]
 
 log = logging.getLogger("kvstore")
 
@@ -57,6 +58,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         """Whether the model that was asked for last is served with the directory."""
         self.explainer: Explainer | None = None
         self.observe: Callable[[Fetched], Wrote | None] = lambda _: None
+        self.failures = Failures()
 
     def announce(self, prompt: list[int], stable: Sequence[int]) -> None:
         """Told where the stable parts of a prompt end, before it is fetched."""
@@ -97,7 +99,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         space = self._spaces.of(model)
         self.has_directory = space is not None
         self._gate = None
-        if space is not None and caches is not None and not _holds(space, caches, in_memory):
+        if space is not None and caches is not None and not self._holds(space, caches, in_memory):
             # mlx-lm trims caches to where they cannot go on from, and says nothing.
             caches, in_memory = None, 0
         rest = list(tokens[in_memory:])
@@ -112,11 +114,24 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         except TokenError:
             log.info("kvstore: this prompt has images; served without the cache directory")
         except (KVStoreError, MemoryError, OSError) as error:
-            log.warning("kvstore: lookup failed, computing instead: %s", in_words(error))
-        except Exception:
-            log.exception("kvstore: lookup failed, computing instead; this is a bug in kvstore, please report it")
+            if self.failures.due(error, "lookup"):
+                log.warning("kvstore: lookup failed, computing instead: %s", in_words(error))
+        except Exception as error:
+            if self.failures.due(error, "lookup"):
+                log.exception("kvstore: lookup failed, computing instead; this is a bug in kvstore, please report it")
         self._tell(told)
         return caches, rest
+
+    def _holds(self, space: ModelSpace, caches: list[Any], tokens: int) -> bool:
+        """Whether caches from memory are what an uninterrupted run would have after exactly these tokens."""
+        try:
+            form, _ = space.look(caches, None, tokens)
+            form.plan.starts(caches, None, tokens)
+        except ValueError as error:
+            if self.failures.due(error, "memory"):
+                log.warning("kvstore: a cache in memory was left out: %s", error)
+            return False
+        return True
 
     def _from_memory(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
         space = self._spaces.of(model)
@@ -182,7 +197,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         _log(told, milliseconds, clause(near, reused, tried=tried, stateful=stateful, prefill_only=prefill_only))
         explainer = self.explainer
         if explainer is not None:
-            guarded(lambda: explainer.explain(near))
+            self.failures.guarded(lambda: explainer.explain(near))
         self._tell(told)
         return caches, list(tokens[reused:])
 
@@ -193,8 +208,9 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         try:
             quick = self.explainer is None
             return nearest_of(found, prompt, prefill_only=self._saving.prefill_only, quick=quick)
-        except Exception:
-            log.exception("kvstore: cannot say why no more was reused; this is a bug in kvstore, please report it")
+        except Exception as error:
+            if self.failures.due(error, "nearest"):
+                log.exception("kvstore: cannot say why no more was reused; this is a bug in kvstore, please report it")
             return None
 
     def _tell(self, fetched: Fetched) -> None:
@@ -206,7 +222,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
             if recording is not None:
                 recording.on_written = wrote
 
-        guarded(tell)
+        self.failures.guarded(tell)
 
     def _gate_of(self, space: ModelSpace) -> Gate:
         """What was measured of this model, also before it was swapped out and loaded again."""
@@ -301,7 +317,7 @@ class TieredPromptCache(LRUPromptCache):  # type: ignore[misc]  # mlx-lm ships n
         _, recording = self._finishing.pop(id(prompt_cache), (None, None))
         if recording is not None:
             held = tokens
-            guarded(lambda: recording.finished(prompt_cache, len(held), held))
+            self.failures.guarded(lambda: recording.finished(prompt_cache, len(held), held))
         if self._saving.prefill_only and whole:
             if recording is None or not can_trim_prompt_cache(prompt_cache):
                 return
@@ -368,24 +384,3 @@ def _counts(caches: Sequence[Any]) -> list[int | None]:
         extent = None if codec is None else codec.extent(leaf, None)
         counts.append(None if extent is None else extent[1])
     return counts
-
-
-def _holds(space: ModelSpace, caches: list[Any], tokens: int) -> bool:
-    """Whether caches from memory are what an uninterrupted run would have after exactly these tokens."""
-    try:
-        form, _ = space.look(caches, None, tokens)
-        form.plan.starts(caches, None, tokens)
-    except ValueError as error:
-        log.warning("kvstore: a cache in memory was left out: %s", error)
-        return False
-    return True
-
-
-def guarded(save: Callable[[], object]) -> None:
-    """Run a step of saving; whatever goes wrong is logged and never fails the request."""
-    try:
-        save()
-    except (KVStoreError, MemoryError, OSError, ValueError) as error:
-        log.warning("kvstore: not saved: %s", in_words(error))
-    except Exception:
-        log.exception("kvstore: %s", BUG)

@@ -22,6 +22,7 @@ from kvstore.errors import KVStoreError
 from kvstore.keys import pack_tokens
 from kvstore.store import Store
 from kvstore.tokenizations import Tokenizations
+from kvstore_mlx.guard import Failures
 
 __all__ = ["BUDGET", "TokenizingCache"]
 
@@ -51,6 +52,7 @@ class TokenizingCache:
         self._salt = salt
         self._latest: tuple[Any, Tokenizations | None] = (None, None)
         self._waiting: queue.Queue[tuple[Tokenizations, bytes, bytes] | None] = queue.Queue(_QUEUED)
+        self._failures = Failures()
         self._thread = threading.Thread(target=self._write, name="kvstore-tokens", daemon=True)
         self._thread.start()
 
@@ -84,8 +86,9 @@ class TokenizingCache:
                 entries.trim(self._budget)
             except (OSError, KVStoreError) as error:
                 log.debug("kvstore: a tokenization was not saved: %s", error)
-            except Exception:
-                log.exception("kvstore: a tokenization was not saved; this is a bug in kvstore, please report it")
+            except Exception as error:
+                if self._failures.due(error):
+                    log.exception("kvstore: a tokenization was not saved; this is a bug in kvstore, please report it")
 
 
 class _Remembering:

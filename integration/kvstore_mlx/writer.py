@@ -29,7 +29,7 @@ from kvstore_mlx.jobs import Boundary, Job, non_finite
 from kvstore_mlx.live import EXTRA
 from kvstore_mlx.pool import Loan, Pool
 from kvstore_mlx.refusals import Fate
-from kvstore_mlx.seldom import Seldom
+from kvstore_mlx.seldom import Seldom, alike
 from kvstore_mlx.trouble import BUG, in_words, kind_of
 from kvstore_mlx.verification import differs
 
@@ -330,9 +330,9 @@ class Writer:
             log.debug("kvstore: not saved: %s", error)
         except (KVStoreError, MemoryError) as error:
             self._warn(f"not saved: {in_words(error)}", f"not saved: {kind_of(error)}")
-        except Exception:
+        except Exception as error:
             self.trouble = BUG
-            if self._warned.due(BUG):
+            if self._warned.due(alike(error)):
                 log.exception("kvstore: %s", BUG)
         else:
             return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -13,7 +14,7 @@ from mlx_lm import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 from session_support import PROMPT, opener, session_of
 
-from kvstore.errors import TokenError
+from kvstore.errors import TokenError, UnavailableError
 from kvstore.stats import read_stats
 from kvstore.store import Namespace, Store
 from kvstore_mlx import fetching
@@ -34,6 +35,13 @@ def wanted(loaded):
 @pytest.fixture
 def opened(loaded, tiny_llama, tmp_path):
     return opener(loaded, tiny_llama, tmp_path, interval=128, prefill_step=128)
+
+
+def unavailable_by(number):
+    def fail():
+        raise UnavailableError("it cannot be used") from OSError(number, os.strerror(number))
+
+    return fail
 
 
 def answered(cache, prompt=PROMPT):
@@ -306,7 +314,11 @@ def test_the_same_is_said_once_a_minute(caplog):
         assert not guard.done(failing(KeyError(number)))
     assert guard.tried(failing(OSError(24, "too many files")), otherwise=3) == 3
     assert (guard.failures, len(caplog.records)) == (101, 3)
+    # What the store says of the system's errors is of one class, and comes from one line.
+    for number in (errno.ENOSPC, errno.EIO) * 2:
+        guard.done(unavailable_by(number))
+    assert len(caplog.records) == 5
     now[0] = 61.0
     guard.done(read(99))
-    assert len(caplog.records) == 4
-    assert len(guard._said._said) == 1, "what is due again is forgotten"
+    assert len(caplog.records) == 6
+    assert len(guard._said._said._said) == 1, "what is due again is forgotten"

@@ -21,7 +21,8 @@ from kvstore import NamespaceInfo, Store
 from kvstore_mlx.boundaries import Saving
 from kvstore_mlx.engine import recording_stream_generate
 from kvstore_mlx.forms import Form, ModelSpace
-from kvstore_mlx.tier import TieredPromptCache, guarded
+from kvstore_mlx.guard import Failures
+from kvstore_mlx.tier import TieredPromptCache
 
 MODEL = ("model", None, None)
 DRAFTED = ("model", None, "draft")
@@ -183,13 +184,35 @@ def test_what_the_machine_lacks_is_no_bug_of_ours(caplog, monkeypatch, error, sa
     def save() -> None:
         raise error
 
-    guarded(save)
+    tier.failures.guarded(save)
     looked, saved = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert looked.startswith("kvstore: lookup failed, computing instead: ")
     assert saved.startswith("kvstore: not saved: ")
     assert said in looked
     assert said in saved
     assert "bug" not in caplog.text
+
+
+def test_a_store_that_fails_each_request_is_said_once_a_minute(caplog, monkeypatch):
+    """A volume that is gone must not fill the log, nor keep what else goes wrong out of it."""
+    now = [0.0]
+    tier = TieredPromptCache(10, Broken(), None, Saving())
+    tier.failures = Failures(lambda: now[0])
+
+    def requests(*errors: Exception) -> list[str]:
+        caplog.clear()
+        for error in errors * 5:
+            monkeypatch.setattr(Broken, "error", error)
+            tier.fetch_nearest_cache(MODEL, [1, 2, 3])
+        return [record.getMessage().rpartition(": ")[2] for record in caplog.records]
+
+    gone, full, bug = OSError(5, "it is gone"), OSError(28, "it is full"), RuntimeError("a bug of ours")
+    assert requests(gone) == ["[Errno 5] it is gone"]
+    assert requests(full, gone) == ["[Errno 28] it is full"]
+    assert len(requests(bug, full)) == 1
+    assert "a bug of ours" in caplog.text
+    now[0] = 61.0
+    assert len(requests(gone, full, bug)) == 3
 
 
 def test_images_are_served_without_the_directory(caplog):

@@ -13,6 +13,7 @@ from engine_support import conversation, wait_saved
 from mlx_lm.tokenizer_utils import load
 
 from kvstore import Store
+from kvstore.tokenizations import Tokenizations
 from kvstore_mlx import tokenizing
 from kvstore_mlx.tokenizing import TokenizingCache
 
@@ -126,6 +127,15 @@ def test_a_stop_does_not_wait_for_a_disk_that_is_stuck(store):
     cache.close(0.2)
     assert time.monotonic() - started < 5
     stuck.set()
+
+
+def test_a_bug_is_said_once_a_minute(store, tokenizer, monkeypatch, caplog):
+    def put(*_):
+        raise RuntimeError("a bug of ours")
+
+    monkeypatch.setattr(Tokenizations, "put", put)
+    assert asked(store, tokenizer, *((conversation(turns), ARGUMENTS) for turns in (8, 9, 10)))[1] == 3
+    assert caplog.text.count("a tokenization was not saved") == 1
 
 
 def test_a_template_that_looks_at_the_clock_is_asked_each_time(store, tokenizer):
