@@ -41,9 +41,10 @@ COUNTERS = (
     "read_us",
     "written_tokens",
     "written_bytes",
+    "failed_writes",
 )
 """memory_tokens and disk_tokens: those of the prompts that were reused, by where they came from. read_us: microseconds
-from the first open to caches that an engine can use, for what read_bytes counts.
+from the first open to caches that an engine can use, for what read_bytes counts. failed_writes: publishes that failed.
 """
 
 MAX_ROWS = 500
@@ -100,6 +101,7 @@ class Stats:
 
 class StatsFile:
     """This process's counters, and the file that they are written to when told. Safe to use from several threads.
+    Writes that fail need not be added: the directory's own counters tell.
 
     A fork of the process counts from zero, into a file of its own: a file has one writer, whose counters only grow.
     """
@@ -117,6 +119,7 @@ class StatsFile:
         self._writing = threading.Lock()
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._changed = False
+        self._failed_before = self._context.counters.failed_publishes
         me = this_process()
         self._writer = f"{me.host}.{me.boot}.{me.pid}.{secrets.token_hex(4)}"
         # Last: the clock is the caller's, and if it fails in a fork nothing of the parent's is counted twice.
@@ -146,8 +149,11 @@ class StatsFile:
         """
         with self._writing:
             with self._lock:
-                if not self._changed:
+                failed = self._context.counters.failed_publishes
+                if not self._changed and failed == self._failed_before:
                     return True
+                self._counts["failed_writes"] += failed - self._failed_before
+                self._failed_before = failed
                 row = Row(self._began, self._context.clock() // 10**9, dict(self._counts))
                 self._changed = False
             try:

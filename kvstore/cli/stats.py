@@ -5,7 +5,7 @@ With ``--json`` one document:
     {"directory": "/…", "processes": 12, "since": 1764434520, "until": 1764520920, "unreadable": 0,
      "counters": {"requests": 100, "prompt_tokens": 250000, "memory_tokens": 90000, "disk_tokens": 110000,
                   "generated_tokens": 9000, "read_bytes": 17716740096, "read_us": 6109221,
-                  "written_tokens": 59000, "written_bytes": 8699510784},
+                  "written_tokens": 59000, "written_bytes": 8699510784, "failed_writes": 0},
      "hit_rate": 0.8, "written_per_read": 0.49, "written_bytes_per_token": 147449.33,
      "read_bytes_per_second": 2900000000,
      "ages": [{"below": 3600, "nodes": 12, "bytes": 1207959552}, {"below": null, "nodes": 0, "bytes": 0}]}
@@ -116,7 +116,7 @@ def _counters(found: Stats, figures: _Figures) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
-    for name, text in (
+    rows = [
         ("requests", f"{counts['requests']:,} in {since}, by {counted(len(found.rows), 'process', 'processes')}"),
         ("prompt tokens", f"{counts['prompt_tokens']:,}"),
         (
@@ -129,7 +129,10 @@ def _counters(found: Stats, figures: _Figures) -> Table:
             "written",
             f"{format_size(counts['written_bytes'])}{ratio}, for {counts['written_tokens']:,} new tokens{each}",
         ),
-    ):
+    ]
+    if counts["failed_writes"]:
+        rows.append(("failed writes", f"{counts['failed_writes']:,}; the log of the server says why"))
+    for name, text in rows:
         table.add_row(name, text)
     return table
 

@@ -98,9 +98,11 @@ COUNTS = """
 from kvstore.stats import StatsFile
 stats = StatsFile(store.context)
 stats.add(requests=100)
+store.counters.add(failed_publishes=20)
 assert stats.flush()
 if not (pid := os.fork()):
     stats.add(requests=6)
+    store.counters.add(failed_publishes=3)
     assert stats.flush()
     os._exit(0)
 assert end_of(pid) == 0
@@ -114,7 +116,8 @@ def test_a_fork_counts_into_a_file_of_its_own(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     with open_store(root, None) as store:
-        assert read_stats(store.context).total("requests") == 106
+        found = read_stats(store.context)
+        assert (found.total("requests"), found.total("failed_writes")) == (106, 23)
 
 
 HELD = """

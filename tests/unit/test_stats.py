@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from kvstore import FileSystem
 from kvstore.clear import clear
 from kvstore.context import this_process
+from kvstore.errors import PublishError
 from kvstore.fsck import check
 from kvstore.merge import merge
 from kvstore.scan import scan
@@ -62,7 +63,7 @@ def test_counters_are_written_when_told_and_kept_over_a_restart(one):
         stats.add(requests=1, prompt_tokens=100, disk_tokens=reused)
         stats.close()
     found = read_stats(one.context)
-    assert [found.total(name) for name in COUNTERS] == [2, 200, 0, 30, 0, 0, 0, 0, 0]
+    assert [found.total(name) for name in COUNTERS] == [2, 200, 0, 30, 0, 0, 0, 0, 0, 0]
     assert len(found.rows) == len(found.files) == 2
     assert all(row.began <= row.updated for row in found.rows.values())
     assert os.stat(stats.path).st_mode & 0o777 == 0o600
@@ -89,6 +90,18 @@ os.kill(os.getpid(), 9)
     assert process.returncode == -signal.SIGKILL
     with open_store(tmp_path / "s", None) as store:
         assert read_stats(store.context).total("requests") == 50
+
+
+def test_writes_that_fail_are_counted_once(one):
+    stats = StatsFile(one.context)
+    for _ in range(2):
+        with pytest.raises(PublishError):
+            one.namespace(INFO).publish([1, 2, 3], [])
+        assert stats.flush()
+        assert stats.flush()
+    assert StatsFile(one.context).flush()  # of another engine in this process, which saw none of them fail
+    stats.close()
+    assert [row.counts["failed_writes"] for row in read_stats(one.context).rows.values()] == [2]
 
 
 def test_threads_count_together(one):

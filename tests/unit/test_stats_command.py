@@ -51,6 +51,7 @@ def test_figures_over_all_processes(tmp_path):
         "read_us": 2000,
         "written_tokens": 10,
         "written_bytes": 1024,
+        "failed_writes": 0,
     }
     assert time.time() - 60 < document["since"] <= document["until"] <= time.time()
     code, out, err = invoke("stats", path)
@@ -63,6 +64,9 @@ def test_figures_over_all_processes(tmp_path):
     assert document["read_bytes_per_second"] == 2048000
     assert "written 1.0 KiB, 0.25 of what was read, for 10 new tokens: 102 B each" in text
     assert "last used" not in text  # nothing is saved
+    assert "failed" not in text
+    counted(path, failed_writes=3)
+    assert "failed writes 3; the log of the server says why" in " ".join(invoke("stats", path)[1].split())
 
 
 def test_a_directory_without_counters_or_prompts(tmp_path):
