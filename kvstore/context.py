@@ -35,8 +35,8 @@ Clock: TypeAlias = Callable[[], int]
 """Nanoseconds since the epoch, as time.time_ns gives them."""
 
 FUTURE_NS = 3600 * 10**9
-"""A time this far ahead of the clock may still be a true one: no collection takes longer. One further ahead says
-nothing: it is from before the clock was set back."""
+"""A time this far ahead of the clock may still be a true one: two machines' clocks differ, and a collection goes by the
+time of its beginning. One further ahead says nothing: it is from before the clock was set back."""
 
 
 @dataclass(eq=False)

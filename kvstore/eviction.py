@@ -339,7 +339,7 @@ class _Families:
             used.append(self._marks.nodes[beside].file)
         return not any(
             young(each.mtime_ns, each.ctime_ns, now, self._policy.protect_ns)
-            or is_protected(self._context, self._policy, each.path(self._context.layout), now)
+            or is_protected(self._context, self._policy, each.path(self._context.layout), now, now)
             for each in used
         )
 
@@ -367,11 +367,12 @@ class _Families:
         )
 
 
-def is_protected(context: Context, policy: Policy, path: Path, now_ns: int) -> bool:
-    """Whether the caller protects a manifest, or this process reads it, or looked it up or published it just now.
+def is_protected(context: Context, policy: Policy, path: Path, now_ns: int, since_ns: int) -> bool:
+    """Whether the caller protects a manifest, or this process reads it, or looked it up or published it since then, or
+    just before.
 
     That beside the file's own times, because a restore refreshes those at most once an hour.
     """
     used = context.last_use(path, now_ns)
-    just_used = used > 0 and now_ns - used < policy.protect_ns
+    just_used = used > 0 and since_ns - used < policy.protect_ns
     return just_used or path in policy.protect or context.is_read(path)

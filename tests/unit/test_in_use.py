@@ -128,16 +128,20 @@ def test_a_use_before_the_clock_was_set_back_protects_nothing(tmp_path, store, s
 
 
 @pytest.mark.parametrize("point", ["scanned", "marked", "planned"])
-def test_what_is_looked_up_beside_a_collection_stays_however_long_that_takes(tmp_path, store, space, point):
-    """Beside an engine at work it rests for minutes, and what was looked up between its plan and its turn went."""
+@pytest.mark.parametrize("seconds", [60, 3 * 3600])
+def test_what_is_looked_up_beside_a_collection_stays_however_long_that_takes(tmp_path, store, space, point, seconds):
+    """Beside an engine at work it rests for minutes, of a large directory for hours, and what was looked up between its
+    plan and its turn went.
+    """
     publish(space, TOKENS)
     behind = [HOUR]
     one = open_store(tmp_path / "cache", None, clock=lambda: time.time_ns() + behind[0])
 
     def pause(reached):
         if reached == point:
+            behind[0] += seconds * SECOND // 2
             assert of(one).lookup(TOKENS).count == len(TOKENS)
-            behind[0] += 60 * SECOND
+            behind[0] += seconds * SECOND // 2
 
     assert collect(one.context, Policy(size=0, protect_ns=10 * SECOND), pause=pause).nodes == 0
     behind[0] += 11 * SECOND
