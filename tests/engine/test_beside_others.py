@@ -103,7 +103,7 @@ def test_where_padding_is_cannot_be_told_nothing_is_saved(batch, monkeypatch, ca
     assert [tier._from_memory(KEY, [*tokens, 7])[0] for tokens in (short, long)] == [None, None], "nor is it kept"
 
 
-@pytest.mark.parametrize("step", ["wants", "reached", "first_token", "answered"])
+@pytest.mark.parametrize("step", ["wants", "reached", "first_token"])
 def test_a_request_that_is_served_alone_is_answered_whatever_fails_of_its_saving(batch, monkeypatch, caplog, step):
     _, tier, _ = batch
 
