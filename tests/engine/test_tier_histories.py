@@ -31,7 +31,7 @@ from kvstore_mlx.engine import RecordingBatchGenerator, recording_stream_generat
 from kvstore_mlx.fingerprint import Quantization
 from kvstore_mlx.housekeeping import Housekeeping
 from kvstore_mlx.spaces import Settings, make_space
-from kvstore_mlx.tier import TieredPromptCache, _holds
+from kvstore_mlx.tier import TieredPromptCache
 from kvstore_mlx.versions import check_versions
 from kvstore_mlx.writer import Writer
 
@@ -101,7 +101,7 @@ class Served(History):
         assert rest
         known = len(tokens) - len(rest)
         if caches is not None:
-            assert _holds(self.space, caches, known)
+            assert self.tier._holds(self.space, caches, known)
         if caches is not None and self.quantization is not None:
             # An uninterrupted run quantizes all that it can as soon as it has so many tokens.
             quantized = [type(cache) is QuantizedKVCache for cache in caches if hasattr(cache, "offset")]
@@ -286,6 +286,6 @@ def test_what_is_cut_below_its_start_would_show(monkeypatch):
     history = [("turn", 90, 2, True), ("edit", 60, 5), ("turn", 5, 2, True)]
     more = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 128, "tolerance": 0.2}
     assert hold(Served, "llama", history, **more)
-    monkeypatch.setattr("kvstore_mlx.tier._holds", lambda *_: True)
+    monkeypatch.setattr("kvstore_mlx.tier.TieredPromptCache._holds", lambda *_: True)
     with pytest.raises(AssertionError):
         hold(Served, "llama", history, **more)
