@@ -67,10 +67,12 @@ class Model:
             known.by |= by
             known.borders &= borders
 
-    def doubt_all(self) -> None:
-        """Nothing is surely there any more."""
-        for each in self.saved.values():
+    def doubt_all(self, *, harmed: bool = False) -> None:
+        """Nothing is surely there any more. harmed: nor cut as it was, because who replaces it cuts as he likes."""
+        for prefix, each in self.saved.items():
             each.sure = each.state = False
+            if harmed:
+                each.borders &= {len(prefix) // TOKEN_BYTES}
 
     def keep_only(self, prefixes: set[bytes]) -> None:
         """Forget what was saved but for these; they may come back with other borders."""

@@ -244,7 +244,7 @@ class Session:
             _harm(files[number % len(files)], how, number)
             self.harmed = True
             for model in self.models:
-                model.doubt_all()
+                model.doubt_all(harmed=True)
 
 
 def _no_memory(tensors: tuple[TensorSpec, ...], tokens: int) -> dict[str, TensorBuffer]:

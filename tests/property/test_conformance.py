@@ -71,6 +71,25 @@ def test_kvstore_conforms_at_length(name, record_property):
     assert tally["histories"] >= examples
 
 
+@pytest.mark.parametrize("number", range(4))
+def test_what_was_healed_may_be_cut_otherwise(number):
+    """A prefix whose first block is lost comes back as one block; the model went on to publish from the border that was
+    there before. number: which file of two tails is lost, a block of both among them.
+    """
+    machine = MACHINES["many chunks"]()
+    try:
+        prompt = machine.first_prompt(seed=0, count=2)
+        for end in (1, 2):
+            machine.publish(at=0, space=0, prompt=prompt, end=end, cuts=[], start="restored", decode=False, phase=0)
+        assert len(list(machine.session.subject.files())) == 4
+        machine.harm(which=[number], how="delete")
+        machine.heal(space=0, prompt=prompt, end=2, order=[0, 1])
+        machine.repair()
+        machine.publish(at=0, space=0, prompt=prompt, end=2, cuts=[1], start="border", decode=False, phase=0)
+    finally:
+        machine.teardown()
+
+
 # Stores with a mistake in them, each of which a history must bring to light.
 
 
