@@ -215,7 +215,7 @@ class Namespace:
         except OSError as error:
             context.counters.add(failed_publishes=1)
             raise unavailable(context.layout.root, error) from error
-        except KVStoreError:
+        except (KVStoreError, MemoryError):
             context.counters.add(failed_publishes=1)
             raise
 

@@ -127,6 +127,18 @@ def test_an_impossible_token_is_refused_and_counted(store, space):
     assert store.counters.failed_publishes == 1
 
 
+def test_what_there_is_no_memory_for_is_counted(store, space, monkeypatch):
+    def full(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("kvstore.store.publish", full)
+    monkeypatch.setattr("kvstore.store.publish_state", full)
+    for publish in (lambda: space.publish(TOKENS, spans(TOKENS, 0, 16)), lambda: space.publish_state(TOKENS, None)):
+        with pytest.raises(MemoryError):
+            publish()
+    assert store.counters.failed_publishes == 2
+
+
 @pytest.mark.parametrize("first", [5, 16, 20, 32])
 def test_a_child_is_never_published_without_its_parent(tmp_path, space, first):
     end = first // 16 * 16 + 16
