@@ -232,10 +232,13 @@ class Metrics:
 
     def _flush(self) -> None:
         """One at a time: of a disk that hangs every few seconds another thread would wait for the end."""
-        written = self._stats.flush()
-        with self._lock:
-            again = written and self._stats.changed and not self._closed
-            self._timer = self._started() if again else None
+        written = False
+        try:
+            written = self._stats.flush()
+        finally:
+            with self._lock:
+                again = written and self._stats.changed and not self._closed
+                self._timer = self._started() if again else None
 
     def refused(self) -> dict[str, int]:
         """Prompts that were left unsaved from some point on since the server started, by reason."""

@@ -214,11 +214,29 @@ def test_a_disk_that_hangs_has_one_thread_wait_for_it(metrics, monkeypatch):
     for _ in range(20):
         metrics.generated(1)
         time.sleep(0.02)
-    assert sum(isinstance(thread, threading.Timer) for thread in threading.enumerate()) == 1
+    assert sum(getattr(thread, "function", None) == metrics._flush for thread in threading.enumerate()) == 1
     go.set()
     deadline = time.monotonic() + 10
     while read_stats(metrics._store.context).total("generated_tokens") < 20:
         assert time.monotonic() < deadline, "what was counted meanwhile is written, although nothing more is"
+        time.sleep(0.01)
+
+
+def test_a_flush_that_fails_is_not_the_last_one(metrics, monkeypatch):
+    def failing():
+        raise MemoryError
+
+    metrics.generated(1)
+    metrics._timer.cancel()
+    with monkeypatch.context() as once:
+        once.setattr(metrics._stats, "flush", failing)
+        with pytest.raises(MemoryError):
+            metrics._flush()
+    monkeypatch.setattr("kvstore_mlx.metrics.FLUSH_S", 0.01)
+    metrics.generated(1)
+    deadline = time.monotonic() + 10
+    while read_stats(metrics._store.context).total("generated_tokens") < 2:
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
