@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from kvstore.errors import KVStoreError
+from kvstore.forks import renew_in_forks
 from kvstore.stats import FOLD_ABOVE, StatsFile, fold
 from kvstore.store import Store
 from kvstore_mlx.refusals import Refusal
@@ -126,13 +127,18 @@ class Metrics:
         self._store = store
         self._now = now
         self._stats = StatsFile(store.context)
-        self._timer: threading.Timer | None = None
         self._closed = False
-        self._lock = threading.Lock()
         self._current: Served | None = None
         self.totals = _Totals()
         self.seconds = {name: Histogram() for name in ("lookup", "restore", "prefill", "publish")}
+        self.forked()
+        renew_in_forks(self)
         fold(store.context, FOLD_ABOVE)
+
+    def forked(self) -> None:
+        """As an object that is new, and as one that a fork took along (kvstore.forks): the timer is the parent's."""
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
 
     def begin(self, served: Served | None) -> None:
         """The request whose prompt is fetched next; on the generation thread."""

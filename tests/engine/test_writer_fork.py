@@ -18,34 +18,47 @@ sys.path[:0] = sys.argv[2:]
 from core_support import open_store
 from kvstore import NamespaceInfo
 from kvstore_mlx.housekeeping import Housekeeping
+from kvstore_mlx.metrics import Metrics
 from kvstore_mlx.writer import Writer
 from writer_support import MIB, SPECS, Form, job_of
 
 store = open_store(Path(sys.argv[1]), interval=32)
 form = Form(store.namespace(NamespaceInfo({"model": "writer"})))
+metrics = Metrics(store)
+metrics.generated(1)
 begun, go, publish = threading.Event(), threading.Event(), form.namespace.publish
+held, let_go = threading.Event(), threading.Event()
 
 def slow(*args):
     begun.set()
     assert go.wait(30)
     return publish(*args)
 
+def hold():
+    with writer._changed, writer._pool._lock, metrics._lock:
+        held.set()
+        assert let_go.wait(60)
+
 form.namespace.publish = slow
 writer = Writer(Housekeeping(store, 1 << 30), max_queued=8 * MIB)
 assert writer.offer(job_of(writer, form, 0, 32))
 assert begun.wait(30)
-with writer._changed, writer._pool._lock:  # as another thread may hold them
-    pid = os.fork()
-if not pid:
+threading.Thread(target=hold).start()
+assert held.wait(30)
+if not (pid := os.fork()):
     signal.alarm(20)
     assert writer.lend(4096) is None
     assert writer.drain(10)
     assert writer.close(10)
+    metrics.close()
+    store.close()
     os._exit(0)
+let_go.set()
 assert writer.offer(job_of(writer, form, 32, 64))
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 go.set()
 assert writer.close(30)
+metrics.close()
 store.close()
 """
 
@@ -56,14 +69,14 @@ from kvstore_mlx.pool import Pool
 pool = Pool(1 << 20)
 pool.lend(100).give_back()
 copied, told = os.pipe()
-with pool._lock:  # as another thread may hold it
-    child = os.fork()
-if not child:
+pool._lock.acquire()  # as another thread may hold it
+if not (child := os.fork()):
     signal.alarm(20)
     os.read(copied, 1)
     loan = pool.lend(100)
     loan.take(100)[:] = b"c" * 100
     os._exit(0)
+pool._lock.release()
 loan = pool.lend(100)
 part = loan.take(100)
 part[:] = b"p" * 100
