@@ -132,7 +132,7 @@ class StatsFile:
 
     @property
     def changed(self) -> bool:
-        """Whether anything was counted since the last flush, or that one could not be written."""
+        """Whether anything was added since the last flush, or that one could not be written."""
         return self._changed
 
     def add(self, **amounts: int) -> None:
