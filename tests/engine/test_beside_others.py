@@ -19,6 +19,7 @@ from kvstore_mlx.recording import Recording
 from kvstore_mlx.restoring import find
 
 SHORT, LONG = prompt_of(100, 1), prompt_of(1500, 2)
+WHY = "layers hold other tokens than were computed"
 
 
 @pytest.fixture
@@ -66,14 +67,15 @@ def saved(tier, tokens):
     return find(tier._spaces.of(KEY).forms[0], pack_tokens(tokens)).count
 
 
+@pytest.mark.parametrize("kind", [ValueError, KeyError], ids=["refused", "a bug"])
 @pytest.mark.parametrize("step", ["wants", "reached", "first_token"])
-def test_a_sequence_that_cannot_be_saved_takes_nothing_from_the_others(batch, monkeypatch, caplog, step):
+def test_a_sequence_that_cannot_be_saved_takes_nothing_from_the_others(batch, monkeypatch, caplog, step, kind):
     generator, tier, writer = batch
     plain = getattr(Recording, step)
 
     def failing(self, *args):
         if len(self.prompt) == len(LONG):
-            raise ValueError("layers hold other tokens than were computed")
+            raise kind(WHY)
         return plain(self, *args)
 
     monkeypatch.setattr(Recording, step, failing)
@@ -82,7 +84,7 @@ def test_a_sequence_that_cannot_be_saved_takes_nothing_from_the_others(batch, mo
         generator.next()
     short, long = run(generator, tier, [first, add(generator, tier, LONG, 4)])
     assert writer.drain(20)
-    assert caplog.text.count("other tokens than were computed") == 1, "each step fails, which would fill the log"
+    assert caplog.text.count(WHY) == 1, "each step fails, which would fill the log"
     assert saved(tier, short) >= len(short) - 1
     assert not generator._recordings
     assert not tier._finishing
@@ -103,12 +105,15 @@ def test_where_padding_is_cannot_be_told_nothing_is_saved(batch, monkeypatch, ca
     assert [tier._from_memory(KEY, [*tokens, 7])[0] for tokens in (short, long)] == [None, None], "nor is it kept"
 
 
+@pytest.mark.parametrize("kind", [ValueError, KeyError], ids=["refused", "a bug"])
 @pytest.mark.parametrize("step", ["wants", "reached", "first_token"])
-def test_a_request_that_is_served_alone_is_answered_whatever_fails_of_its_saving(batch, monkeypatch, caplog, step):
+def test_a_request_that_is_served_alone_is_answered_whatever_fails_of_its_saving(
+    batch, monkeypatch, caplog, step, kind
+):
     _, tier, _ = batch
 
     def failing(*_):
-        raise ValueError("layers hold other tokens than were computed")
+        raise kind(WHY)
 
     def tokens(generate):
         caches = build("llama").make_cache()
@@ -118,7 +123,7 @@ def test_a_request_that_is_served_alone_is_answered_whatever_fails_of_its_saving
     monkeypatch.setattr(Recording, step, failing)
     tier.fetch_nearest_cache(KEY, LONG)
     assert tokens(recording_stream_generate(one_by_one, tier, None)) == tokens(one_by_one)
-    assert caplog.text.count("other tokens than were computed") == 1
+    assert caplog.text.count(WHY) == 1
 
 
 @pytest.mark.parametrize("prompt", [SHORT, SHORT[:20]], ids=["saved", "too short to be saved"])
