@@ -14,11 +14,13 @@ from family_batch import KEY, tier_of
 from kvstore import Durability, Store
 from kvstore.keys import pack_tokens
 from kvstore_mlx.engine import RecordingBatchGenerator, recording_stream_generate
+from kvstore_mlx.explain import Explainer
 from kvstore_mlx.padding import Padding
 from kvstore_mlx.recording import Recording
 from kvstore_mlx.restoring import find
 
 SHORT, LONG = prompt_of(100, 1), prompt_of(1500, 2)
+TIER = "TieredPromptCache"
 WHY = "layers hold other tokens than were computed"
 
 
@@ -123,6 +125,29 @@ def test_a_request_that_is_served_alone_is_answered_whatever_fails_of_its_saving
     monkeypatch.setattr(Recording, step, failing)
     tier.fetch_nearest_cache(KEY, LONG)
     assert tokens(recording_stream_generate(one_by_one, tier, None)) == tokens(one_by_one)
+    assert caplog.text.count(WHY) == 1
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("step", ["nearest_of", "Explainer.explain", f"{TIER}.prefilled", f"{TIER}.stepped"])
+def test_a_bug_in_what_is_said_or_measured_of_a_request_fails_nothing_of_it(batch, monkeypatch, caplog, step, alone):
+    generator, tier, writer = batch
+
+    def failing(*_args, **_more):
+        raise KeyError(WHY)
+
+    monkeypatch.setattr(f"kvstore_mlx.tier.{step}", failing)
+    tier.explainer = Explainer(lambda: str)
+    if alone:
+        tier.fetch_nearest_cache(KEY, SHORT)
+        caches, stream = build("llama").make_cache(), mx.default_stream(mx.default_device())
+        generate = recording_stream_generate(one_by_one, tier, None)
+        assert len(list(generate(model_of("llama"), prompt=SHORT, prompt_cache=caches, stream=stream))) == 4
+    else:
+        run(generator, tier, [add(generator, tier, SHORT, 4)])
+    assert writer.drain(20)
+    assert saved(tier, SHORT) >= len(SHORT) - 1
+    assert len(tier.fetch_nearest_cache(KEY, [*SHORT, *LONG])[1]) <= len(LONG) + 1, "what was restored is used"
     assert caplog.text.count(WHY) == 1
 
 
