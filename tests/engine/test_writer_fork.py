@@ -31,7 +31,7 @@ held, let_go = threading.Event(), threading.Event()
 
 def slow(*args):
     begun.set()
-    assert go.wait(30)
+    assert go.wait(60)
     return publish(*args)
 
 def hold():
