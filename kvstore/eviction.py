@@ -1,6 +1,6 @@
 """Choose what leaves when the budget is passed: leaf-first, least recently used first.
 
-Pure: it looks at a scan and its marks and returns a plan; nothing is touched and no clock is read.
+It looks at a scan and its marks, and at what this process used since, and returns a plan; nothing is touched.
 
 The order has four rules.
 1. A node goes after all of its children, and its boundary state before its KV, so that no moment of a sweep leaves a
@@ -127,10 +127,11 @@ def choose(
     rest: Callable[[], None] = lambda: None,
 ) -> Plan:
     """Victims that are too old, then those of namespaces that take so many bytes too much, then as many more as free
-    need bytes on disk, if there are enough. rest is called every few nodes.
+    need bytes on disk, if there are enough. now_ns: when the collection began. rest is called every few nodes.
     """
     parsed = ((NodeName.parse(path.rpartition("/")[2]), used) for path, used in list(context.recent.items()))
-    recent = {found[0].key: used for found, used in parsed if found and used <= now_ns + FUTURE_NS}
+    latest = context.clock() + FUTURE_NS
+    recent = {found[0].key: used for found, used in parsed if found and used <= latest}
     every = _Part(range(len(marks.nodes)), tuple(marks.containers), marks.named)
     families = _Families(context, marks, blocks, policy, now_ns, part=every, recent=recent, rest=rest)
     plan = families.plan
@@ -339,7 +340,7 @@ class _Families:
             used.append(self._marks.nodes[beside].file)
         return not any(
             young(each.mtime_ns, each.ctime_ns, now, self._policy.protect_ns)
-            or is_protected(self._context, self._policy, each.path(self._context.layout), now, now)
+            or is_protected(self._context, self._policy, each.path(self._context.layout), now)
             for each in used
         )
 
@@ -367,12 +368,13 @@ class _Families:
         )
 
 
-def is_protected(context: Context, policy: Policy, path: Path, now_ns: int, since_ns: int) -> bool:
-    """Whether the caller protects a manifest, or this process reads it, or looked it up or published it since then, or
-    just before.
+def is_protected(context: Context, policy: Policy, path: Path, began_ns: int) -> bool:
+    """Whether the caller protects a manifest, or this process reads it, or looked it up or published it since the
+    collection began, which may be hours ago beside an engine at work, or just before.
 
     That beside the file's own times, because a restore refreshes those at most once an hour.
     """
-    used = context.last_use(path, now_ns)
-    just_used = used > 0 and since_ns - used < policy.protect_ns
+    now = context.clock()
+    used = context.last_use(path, now)
+    just_used = used > 0 and min(began_ns, now) - used < policy.protect_ns
     return just_used or path in policy.protect or context.is_read(path)

@@ -311,10 +311,7 @@ class _Collection:
     def _remove_manifest(self, file: NodeFile, beside: NodeFile | None) -> bool:
         """Remove a victim if it is still one. beside: for a state, the KV's manifest, which shows that it was used."""
         used = [Doomed.node(self._context.layout, each) for each in (file, beside) if each is not None]
-        # Since the beginning, which may be hours ago beside an engine at work: what was looked up meanwhile is wanted.
-        now = self._context.clock()
-        since = min(self._now, now)
-        if any(is_protected(self._context, self._policy, each.path, now, since) for each in used) or changed(used[-1]):
+        if any(is_protected(self._context, self._policy, each.path, self._now) for each in used) or changed(used[-1]):
             self._sweeper.skipped += 1
             return False
         if not self._sweeper.remove(used[0]):

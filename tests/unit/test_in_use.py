@@ -10,13 +10,13 @@ import time
 
 import pytest
 from core_support import INFO, Memory, read_checked
-from gc_support import HOUR, SECOND, ahead, open_store, prompt, publish, state
+from gc_support import HOUR, SECOND, ahead, open_store, prompt, publish, set_used, state
 from interrupt_support import interrupted
 
 import kvstore.context
 import kvstore.restore
 from kvstore.eviction import PROTECT_NS, Policy
-from kvstore.gc import collect
+from kvstore.gc import collect, usage
 from kvstore.store import Store
 
 TOKENS = prompt(100)
@@ -146,6 +146,30 @@ def test_what_is_looked_up_beside_a_collection_stays_however_long_that_takes(tmp
     assert collect(one.context, Policy(size=0, protect_ns=10 * SECOND), pause=pause).nodes == 0
     behind[0] += 11 * SECOND
     assert collect(one.context, Policy(size=0, protect_ns=10 * SECOND)).nodes == NODES
+
+
+@pytest.mark.parametrize("seconds", [60, 3 * 3600, -1800])
+def test_others_make_room_for_what_is_looked_up_beside_a_collection(tmp_path, store, space, seconds):
+    """It stayed, but was counted on: nothing else went for it, and the room was missing."""
+    other = prompt(100, 1)
+    for tokens, age in ((TOKENS, 5000), (other, 1000)):
+        publish(space, tokens)
+        set_used(store, space, tokens, age)
+    behind = [HOUR]
+    one = open_store(tmp_path / "cache", None, clock=lambda: time.time_ns() + behind[0])
+
+    def pause(reached):
+        if reached == "marked":
+            behind[0] += seconds * SECOND // 2
+            assert of(one).lookup(TOKENS).count == len(TOKENS)
+            behind[0] += seconds * SECOND // 2
+
+    report = collect(one.context, Policy(size=usage(one.context) - 1, spare=0, protect_ns=10 * SECOND), pause=pause)
+    assert (report.nodes, report.skipped, report.unmet_bytes) == (1, 0, 0)
+    assert of(one).lookup(TOKENS).count == len(TOKENS)
+    left = of(one).lookup(other)
+    assert left.count < len(other)
+    assert report.coldest_ns == left.steps[-1].path.stat().st_mtime_ns
 
 
 def test_what_is_looked_up_beside_a_collection_stays_when_the_clock_is_set_back(tmp_path, store, space):
