@@ -63,9 +63,7 @@ class Model:
         elif not known.sure:
             self.saved[prefix] = Saved(borders & known.borders, since=since, by=by)
         elif by:
-            # A handle that met damage may have written it anew, cut as it likes.
             known.by |= by
-            known.borders &= borders
 
     def doubt_all(self, *, harmed: bool = False) -> None:
         """Nothing is surely there any more. harmed: nor cut as it was, because who replaces it cuts as he likes."""
